@@ -1,0 +1,126 @@
+"""Place activations in one arena, sharing bytes between buffers whose lives provably do not meet, and lay out the weights.
+
+Runs after `event_fusion`, since only then is it known what happens before what. Two buffers may share bytes if every task
+that touches the first happens before every task that touches the second; nothing is assumed about timing. First fit in order
+of first use (Pisarchyk and Lee, arXiv 2001.03288, call this greedy by order). State and key-value caches have memory of
+their own. Packed matrices stand in program order, which is the order in which they are streamed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpk.errors import TargetError
+from mpk.graph.order import Order
+from mpk.graph.sm_task_graph import Allocation, Buffer, SMTaskGraph
+from mpk.tasks.base import WeightSource, kind_of
+
+ALIGNMENT = 64  # bytes: a cache line, and more than any vector access needs
+
+
+def run(graph: SMTaskGraph) -> SMTaskGraph:
+    """Fill `arena`, `arena_bytes`, `weight_offsets`, `weight_bytes`; checks the scratch of every task kind."""
+    _place_activations(graph)
+    _lay_out_weights(graph)
+    _check_scratch(graph)
+    return graph
+
+
+def align(value: int) -> int:
+    return -(-value // ALIGNMENT) * ALIGNMENT
+
+
+def buffer_bytes(graph: SMTaskGraph, buffer: Buffer) -> int:
+    """Size of an activation: one row for `step` rows, else as many as a step can hold."""
+    rows = 1 if buffer.rows == "step" else graph.max_rows
+    return align(rows * buffer.row_bytes)
+
+
+@dataclass
+class _Life:
+    """When a buffer is touched: the last places in each queue, and what surely happened before its first touch."""
+
+    name: str
+    size: int
+    last: np.ndarray
+    before: np.ndarray
+    offset: int = -1
+
+
+def _place_activations(graph: SMTaskGraph) -> None:
+    order = Order(graph)
+    touching: dict[str, list[int]] = {}
+    for task in graph.tasks:
+        for region in (*task.reads, *task.writes):
+            touching.setdefault(region.buffer, []).append(task.id)
+    placed: list[_Life] = []
+    total = 0
+    for name, tasks in touching.items():  # in order of first use
+        buffer = graph.buffers[name]
+        if buffer.kind != "activation":
+            continue
+        ids = np.unique(np.array(tasks))
+        life = _Life(name, buffer_bytes(graph, buffer), order.frontier(tasks), order.clock[ids].min(axis=0))
+        blocked = sorted((p.offset, p.offset + p.size) for p in placed if not (life.before >= p.last).all())
+        life.offset = _first_gap(blocked, life.size)
+        placed.append(life)
+        total += life.size
+    graph.arena = {p.name: Allocation(p.offset, p.size) for p in placed}
+    graph.arena_bytes = max((p.offset + p.size for p in placed), default=0)
+    graph.notes.append(f"memory: {len(placed)} activations of {total} bytes in an arena of {graph.arena_bytes}")
+
+
+def _first_gap(blocked: list[tuple[int, int]], size: int) -> int:
+    offset = 0
+    for begin, end in blocked:
+        if offset + size <= begin:
+            break
+        offset = max(offset, end)
+    return offset
+
+
+def _lay_out_weights(graph: SMTaskGraph) -> None:
+    offset = 0
+    graph.weight_offsets = {}
+    for op in graph.tensor_graph.operators:
+        kind = kind_of(op)
+        size = kind.packed_bytes(op, graph.tensor_graph, graph.dtype)
+        key = kind.packed_key(op)
+        if size and key not in graph.weight_offsets:
+            graph.weight_offsets[key] = offset
+            offset += align(size)
+    graph.weight_bytes = offset
+
+
+def lay_out_params(graph: SMTaskGraph, source: WeightSource) -> np.ndarray:
+    """Fill `param_offsets` and return all small parameters as one float32 vector (every operator's part aligned)."""
+    parts: list[np.ndarray] = []
+    offset = 0
+    graph.param_offsets = {}
+    for op in graph.tensor_graph.operators:
+        values = kind_of(op).params(op, graph.tensor_graph, source)
+        if not values.size:
+            continue
+        graph.param_offsets[op.name] = offset
+        padded = np.zeros(align(values.nbytes) // 4, np.float32)
+        padded[: values.size] = values
+        parts.append(padded)
+        offset += padded.nbytes
+    return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+
+
+def _check_scratch(graph: SMTaskGraph) -> None:
+    limit = graph.limits.scratch_bytes if graph.limits else 1 << 60
+    for op in graph.tensor_graph.operators:
+        needed = kind_of(op).scratch_bytes(op, graph.tensor_graph, graph.max_rows)
+        if needed > limit:
+            raise TargetError(f"operator {op.name} on target {graph.target}: scratch memory of a worker", expected=f"at most {limit} bytes",
+                              actual=f"{needed}", remedy="lower with fewer rows a step (max_rows)")
+
+
+def scratch_bytes(graph: SMTaskGraph) -> int:
+    """Private memory a worker needs: the most that any operator asks for."""
+    tensors = graph.tensor_graph
+    return max((kind_of(op).scratch_bytes(op, tensors, graph.max_rows) for op in tensors.operators), default=0)

@@ -1,0 +1,65 @@
+"""The order of the passes, from a model's TensorGraph to a verified SMTaskGraph. It stands here alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from mpk import settings
+from mpk.graph.sm_task_graph import SMTaskGraph
+from mpk.graph.tensor_graph import TensorGraph
+from mpk.passes import dependencies, event_fusion, fuse, memory, partition, schedule, split_attention, verify
+from mpk.passes.partition import Options
+from mpk.targets.hardware import Target
+
+
+def tensor_passes(target: Target, options: Options) -> list[tuple[str, Callable[[TensorGraph], TensorGraph]]]:
+    """Passes from TensorGraph to TensorGraph, in order."""
+    return [
+        ("fuse", lambda g: fuse.run(g, options.max_batch, target.append_in, target.swiglu_columns)),
+        ("split_attention", lambda g: split_attention.run(g, target.workers)),
+    ]
+
+
+def task_passes(target: Target) -> list[tuple[str, Callable[[SMTaskGraph], SMTaskGraph]]]:
+    """Passes from SMTaskGraph to SMTaskGraph, in order."""
+    return [
+        ("dependencies", dependencies.run),
+        ("schedule", lambda g: schedule.run(g, target)),
+        ("event_fusion", lambda g: event_fusion.run(g, target)),
+        ("memory", memory.run),
+        ("verify", verify.run),
+    ]
+
+
+def lower(graph: TensorGraph, target: Target, options: Options) -> SMTaskGraph:
+    """Run every pass; with MPK_DUMP set, write the text of the graph before the first and after each pass."""
+    dump = _Dumper(settings.dump_folder())
+    dump.write("model", graph.to_text())
+    for name, tensor_pass in tensor_passes(target, options):
+        graph = tensor_pass(graph)
+        dump.write(name, graph.to_text())
+    tasks = partition.run(graph, target, options)
+    dump.write("partition", tasks)
+    for name, task_pass in task_passes(target):
+        tasks = task_pass(tasks)
+        dump.write(name, tasks)
+        if settings.stop_after() == name:
+            break
+    return tasks
+
+
+class _Dumper:
+    """Writes `<number>_<pass>.txt` files; does nothing without a folder."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder, self.number = folder, 0
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, name: str, content: str | SMTaskGraph) -> None:
+        if self.folder is None:
+            return
+        text = content if isinstance(content, str) else content.to_text()
+        (self.folder / f"{self.number:02d}_{name}.txt").write_text(text)
+        self.number += 1

@@ -1,0 +1,120 @@
+"""Hardware as data: one TOML file a target under `mpk/targets/descriptions`, every cost with its source and date."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mpk.errors import TargetError
+
+FOLDER = Path(__file__).parent / "descriptions"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of a hardware description: its value, where it comes from (measured, cited or guessed) and when."""
+
+    value: float
+    source: str
+    date: str
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """How the persistent kernel of a GPU is laid out. Bytes a block.
+
+    `stage_bytes`: what one bulk copy brings; `stages`: of them in the ring. `flight_bytes`: most bytes of weights on their way while a
+    product runs; `flight_idle_bytes`: from a product's end until the next input is there. More in flight brings no bandwidth and delays
+    every small message behind it.
+    """
+
+    architecture: str
+    capability: tuple[int, int]
+    stage_bytes: int
+    stages: int
+    flight_bytes: int
+    flight_idle_bytes: int
+
+
+@dataclass(frozen=True)
+class Target:
+    """A machine that a graph is lowered for. Bandwidths in GB/s, rates in GFLOP/s, latencies in microseconds."""
+
+    name: str
+    backend: str
+    description: str
+    workers: int
+    bandwidth: Figure
+    worker_bandwidth: Figure
+    capacity_gb: Figure
+    worker_rate: Figure
+    event_latency: Figure
+    task_latency: Figure
+    max_events: int
+    scratch_bytes: int
+    max_signals_per_task: int
+    max_rows: int = 256  # token rows of one step, at most
+    append_in: str = "qkv"  # which task rotates queries and keys and appends to the cache: "qkv" or "attention"
+    swiglu_columns: int = 16  # output columns of a tile of a gate / up product
+    activation_bytes: int = 4  # of an element of an activation: 4 (float32) or 2 (bf16)
+    kernel: KernelPlan | None = None  # of the `cuda` back end
+
+    def with_workers(self, workers: int) -> Target:
+        return replace(self, workers=workers)
+
+
+def available_cpus() -> int:
+    """Processors this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not offered outside Linux
+        return os.cpu_count() or 1
+
+
+def names() -> list[str]:
+    """Names of all described targets."""
+    return sorted(p.stem for p in FOLDER.glob("*.toml"))
+
+
+def load(name: str) -> Target:
+    """The description called `name`; raises `TargetError` listing the known ones."""
+    path = FOLDER / f"{name.lower()}.toml"
+    if not path.is_file():
+        raise TargetError(f"target '{name}'", remedy=f"known targets: auto, {', '.join(names())}")
+    data = tomllib.loads(path.read_text())
+
+    def figure(section: str, key: str) -> Figure:
+        entry: dict[str, Any] = data[section][key]
+        return Figure(float(entry["value"]), str(entry["source"]), str(entry["date"]))
+
+    return Target(
+        name=data["name"], backend=data["backend"], description=data["description"],
+        workers=int(data["workers"]["count"]) or available_cpus(),
+        bandwidth=figure("memory", "bandwidth_gb_s"), worker_bandwidth=figure("memory", "worker_bandwidth_gb_s"),
+        capacity_gb=figure("memory", "capacity_gb"), worker_rate=figure("compute", "worker_gflop_s"),
+        event_latency=figure("latency", "event_us"), task_latency=figure("latency", "task_us"),
+        max_events=int(data["limits"]["events"]), scratch_bytes=int(data["limits"]["scratch_kb"]) * 1024, max_rows=int(data["limits"].get("max_rows", 256)),
+        max_signals_per_task=int(data["limits"]["max_signals_per_task"]),
+        append_in=str(data.get("fusion", {}).get("append_in", "qkv")),
+        swiglu_columns=int(data.get("fusion", {}).get("swiglu_columns", 16)),
+        activation_bytes=int(data.get("fusion", {}).get("activation_bytes", 4)),
+        kernel=_kernel_plan(data["kernel"]) if "kernel" in data else None,
+    )
+
+
+def _kernel_plan(data: dict[str, Any]) -> KernelPlan:
+    major, minor = data["capability"]
+    return KernelPlan(str(data["architecture"]), (int(major), int(minor)), int(data["stage_bytes"]), int(data["stages"]),
+                      int(data["flight_bytes"]), int(data["flight_idle_bytes"]))
+
+
+def choose(name: str) -> str:
+    """Resolve "auto": the CPU threads, until a back end for GPUs is there."""
+    return "cpp" if name.lower() == "auto" else name
+
+
+BACKENDS = ("cpp",)
+"""Back ends that can execute a graph."""
