@@ -1,0 +1,148 @@
+"""Emit the program of a graph: C++ source with one template instance a distinct task variant, and the order of tasks as data.
+
+The source depends on the set of (task kind, compile-time constants) only, so a model of 80 layers compiles as fast as one of
+two. Streams, waits and signals are numpy arrays in the layout of `mpk.codegen.layout`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+import numpy as np
+
+from mpk.codegen import layout
+from mpk.errors import InternalError
+from mpk.graph.sm_task_graph import SMTaskGraph, Task
+from mpk.graph.tensor_graph import Operator, Scalar
+from mpk.tasks.base import kind_of
+
+BACKEND = Path(__file__).parent.parent / "targets" / "cpp"
+PREFETCH_BYTES = 32 << 10  # of the next task's weights, fetched while a worker waits
+
+
+@dataclass(frozen=True)
+class ProgramSource:
+    """What is compiled: the text, and where the headers it includes are found."""
+
+    text: str
+    include_dirs: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The order of tasks as data, in the shared layout.
+
+    `instructions`: Instruction [tasks], worker by worker; `stream_begin`: int32 [workers + 1]; `waits`: Wait; `signals`: Signal;
+    `prefetch`: Prefetch [tasks].
+    """
+
+    instructions: np.ndarray
+    stream_begin: np.ndarray
+    waits: np.ndarray
+    signals: np.ndarray
+    prefetch: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Variant:
+    kind: str
+    struct: str
+    constants: tuple[str, ...]
+
+
+class ProgramBuilder:
+    """Source and tables of one graph."""
+
+    def __init__(self, graph: SMTaskGraph) -> None:
+        self.graph = graph
+        self.opcodes, self.variants = self._variants()
+
+    def _variants(self) -> tuple[list[int], list[_Variant]]:
+        """Opcode of every operator, and the variants that opcodes stand for."""
+        tensors = self.graph.tensor_graph
+        keys = []
+        for op in tensors.operators:
+            constants = kind_of(op).variant(op, tensors, self.graph.dtype)
+            keys.append((op.kind, tuple(constant(name, value) for name, value in constants.items())))
+        number = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+        variants = [_Variant(kind, f"{kind.title().replace('_', '')}{i}", text) for (kind, text), i in number.items()]
+        return [number[key] for key in keys], variants
+
+    def source(self) -> ProgramSource:
+        """The program's C++ source."""
+        names = sorted({v.kind for v in self.variants})
+        folders = {Path(inspect.getfile(type(kind_of(op)))).parent.parent for op in self.graph.tensor_graph.operators}
+        environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
+        template = environment.from_string((BACKEND / "program.cpp.j2").read_text())
+        return ProgramSource(template.render(kinds=names, variants=self.variants), (BACKEND / "include", *sorted(folders)))
+
+    def tables(self) -> Tables:
+        """Streams, waits and signals of all workers; needs queues, events, arena and offsets."""
+        graph = self.graph
+        order = [t for queue in graph.queues for t in queue]
+        instructions = np.zeros(len(order), layout.dtype("Instruction"))
+        prefetch = np.zeros(len(order), layout.dtype("Prefetch"))
+        waits: list[tuple[int, int]] = []
+        signals: list[tuple[int, int]] = []
+        places = [self._placement(op) for op in graph.tensor_graph.operators]
+        for row, t in enumerate(order):
+            task = graph.tasks[t]
+            self._instruction(instructions[row : row + 1], task, places[task.op], len(waits), len(signals))
+            prefetch[row] = self._prefetch(task, places[task.op])
+            waits += [(e, graph.events[e].threshold) for e in task.waits]
+            signals += [(e, 1) for e in task.signals]
+        begin = np.cumsum([0, *(len(q) for q in graph.queues)], dtype=np.int32)
+        return Tables(instructions, begin, np.array(waits, layout.dtype("Wait")), np.array(signals, layout.dtype("Signal")), prefetch)
+
+    def _placement(self, op: Operator) -> _Placement:
+        graph, tensors, kind = self.graph, self.graph.tensor_graph, kind_of(op)
+        buffers = kind.buffers(op, tensors)
+        if len(kind.operands) > layout.MAX_OPERANDS:
+            raise InternalError(f"task kind {kind.name} has {len(kind.operands)} operands, at most {layout.MAX_OPERANDS} fit")
+        operands = [graph.arena[buffers[n]].offset if n in buffers and buffers[n] in graph.arena else -1 for n in kind.operands]
+        packed = kind.packed_bytes(op, tensors, graph.dtype)
+        tiles = kind.tiles(op, tensors)
+        streamed = packed > 0 and kind.cost(op, tensors, 0, tiles, graph.dtype).weight_bytes >= packed
+        return _Placement(graph.weight_offsets[kind.packed_key(op)] if packed else -1, graph.param_offsets.get(op.name, -1), operands,
+                          packed // tiles if streamed else 0)
+
+    def _instruction(self, out: np.ndarray, task: Task, place: _Placement, wait_begin: int, signal_begin: int) -> None:
+        out["opcode"], out["task"], out["op"] = self.opcodes[task.op], task.id, task.op
+        out["layer"] = self.graph.operator(task).layer
+        out["tile_begin"], out["tile_end"] = task.tile_begin, task.tile_end
+        out["wait_begin"], out["wait_count"] = wait_begin, len(task.waits)
+        out["signal_begin"], out["signal_count"] = signal_begin, len(task.signals)
+        out["weights"], out["params"] = place.weights, place.params
+        out["operand"] = place.operands + [-1] * (layout.MAX_OPERANDS - len(place.operands))
+
+    def _prefetch(self, task: Task, place: _Placement) -> tuple[int, int]:
+        if not place.tile_bytes:
+            return 0, 0
+        size = (task.tile_end - task.tile_begin) * place.tile_bytes
+        return place.weights + task.tile_begin * place.tile_bytes, min(size, PREFETCH_BYTES)
+
+
+@dataclass(frozen=True)
+class _Placement:
+    """Where an operator's memory is. `tile_bytes`: packed weights of a tile, 0 where tasks do not stream theirs."""
+
+    weights: int
+    params: int
+    operands: list[int]
+    tile_bytes: int
+
+
+def constant(name: str, value: Scalar) -> str:
+    """The declaration of a compile-time constant, without `static constexpr`: "int k = 576"."""
+    if isinstance(value, bool):
+        return f"bool {name} = {str(value).lower()}"
+    if isinstance(value, int):
+        return f"int {name} = {value}" if -(2**31) < value < 2**31 else f"long long {name} = {value}LL"
+    if isinstance(value, float):
+        return f"float {name} = static_cast<float>({value.hex()})"
+    if isinstance(value, str):
+        return f'const char* {name} = "{value}"'
+    raise InternalError(f"constant {name} is a {type(value).__name__}, expected bool, int, float or str")

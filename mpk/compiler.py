@@ -1,0 +1,85 @@
+"""`Compiler`: from a model to a verified SMTaskGraph (`lower_model`) and from there to an engine (`build`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mpk.errors import GraphError, RequestError, TargetError
+from mpk.graph.sm_task_graph import SMTaskGraph
+from mpk.models import registry
+from mpk.passes import pipeline
+from mpk.passes.partition import Options
+from mpk.targets import hardware
+
+if TYPE_CHECKING:
+    from mpk.runtime.engine import Engine
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what, done, total) while something long goes on."""
+
+
+class Compiler:
+    """Lowers and builds models for one target.
+
+    target_hardware: a name that `mpk targets` lists, or "auto" (the first GPU that is described, else the CPU threads).
+    tensor_parallel_size: number of devices that share one model.
+    enable_cross_op_pipelining: let weights be fetched ahead of the events that their task waits for.
+    dtype: "bf16" or "f32", type of weights and key-value cache. max_rows: token rows of one step (prompts are read in chunks
+    of that many). max_batch: sequences of one call. workers: SMs or threads used (default: all of the target).
+
+    Raises `TargetError` for an unknown target and for options the target does not have.
+    """
+
+    def __init__(self, target_hardware: str = "auto", tensor_parallel_size: int = 1, enable_cross_op_pipelining: bool = True,
+                 dtype: str = "bf16", max_rows: int = 256, max_batch: int = 16, workers: int | None = None) -> None:
+        if dtype not in ("bf16", "f32"):
+            raise TargetError(f"dtype '{dtype}'", expected="bf16 or f32")
+        if not 1 <= max_batch <= 16:
+            raise RequestError(f"max_batch {max_batch}", expected="1 to 16")
+        if max_rows < max_batch:
+            raise RequestError(f"max_rows {max_rows}", expected=f"at least max_batch ({max_batch})")
+        if tensor_parallel_size != 1:
+            raise TargetError(f"tensor_parallel_size {tensor_parallel_size}", expected="1", remedy="more devices are not supported yet")
+        target = hardware.load(hardware.choose(target_hardware))
+        if workers is not None:
+            if workers < 1:
+                raise TargetError(f"workers {workers}", expected="1 or more")
+            target = target.with_workers(workers)
+        self.target = target
+        self.enable_cross_op_pipelining = enable_cross_op_pipelining
+        self.options = Options(max_rows=max_rows, max_batch=max_batch, dtype=dtype)
+
+    def lower_model(self, model: Any) -> SMTaskGraph:
+        """Lower a model to a scheduled and verified graph for the target.
+
+        model: a transformers model object, a folder with config.json and safetensors, a GGUF file, the name
+        "smollm2-135m-instruct", or what `mpk.frontend.load` returned. Weights are not read yet. Raises `ModelError`.
+        """
+        from mpk import frontend
+
+        loaded = model if isinstance(model, frontend.LoadedModel) else frontend.load(model)
+        graph = pipeline.lower(registry.build_graph(loaded.config), self.target, self.options)
+        graph.model = loaded
+        return graph
+
+    def build(self, sm_graph: SMTaskGraph, model: Any = None, progress: Progress | None = None) -> Engine:
+        """Generate, compile and cache the program, pack and cache the weights, and return the engine.
+
+        model: where the weights come from if `sm_graph` was loaded from a file. Raises `TargetError` (no compiler, cache not
+        writable), `ModelError` (missing or wrong weights), `GraphError` (a graph for another target, or without weights).
+        """
+        from mpk import frontend
+        from mpk.passes import verify
+        from mpk.runtime.engine import build_engine
+
+        if sm_graph.target != self.target.name:
+            raise GraphError(f"graph lowered for target {sm_graph.target}", expected=self.target.name)
+        source = model if model is not None else sm_graph.model
+        if source is None:
+            raise GraphError("graph without weights", remedy="pass the model: build(sm_graph, model=...)")
+        loaded = source if isinstance(source, frontend.LoadedModel) else frontend.load(source)
+        if loaded.config != sm_graph.tensor_graph.config:
+            raise GraphError("graph and model differ", expected="the configuration that the graph was lowered from")
+        verify.run(sm_graph)
+        return build_engine(sm_graph, loaded.source, progress=progress, pipelining=self.enable_cross_op_pipelining)

@@ -1,0 +1,157 @@
+"""A CUDA device through the driver API: memory, modules, launches and timing, with checked results and plain errors."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpk.errors import InternalError, TargetError
+
+
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise TargetError("the CUDA driver bindings are not installed", remedy="pip install 'mpk[cuda]'") from error
+    return driver
+
+
+def check(result: tuple[Any, ...], what: str) -> Any:
+    """Raise `InternalError` naming `what` unless the driver call succeeded; returns its value(s)."""
+    driver = _driver()
+    status, *values = result
+    if status != driver.CUresult.CUDA_SUCCESS:
+        _, name = driver.cuGetErrorName(status)
+        raise InternalError(f"{what}: {name.decode() if name else status}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def device_count() -> int:
+    """Number of CUDA devices; 0 where there is no driver."""
+    try:
+        driver = _driver()
+        (status,) = driver.cuInit(0)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            return 0
+        return int(check(driver.cuDeviceGetCount(), "count devices"))
+    except (TargetError, InternalError, RuntimeError):
+        return 0
+
+
+@dataclass(frozen=True)
+class Properties:
+    """What a launch is checked against. Memory in bytes."""
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_memory_per_block: int
+    l2_bytes: int
+
+
+class Memory:
+    """One allocation on a device; freed by `free` or with the object."""
+
+    def __init__(self, device: Device, size: int) -> None:
+        self.device, self.size = device, size
+        self.address = int(check(device.driver.cuMemAlloc(max(size, 1)), f"allocate {size} bytes on device {device.index}"))
+
+    def upload(self, data: np.ndarray, offset: int = 0) -> None:
+        data = np.ascontiguousarray(data)
+        if offset + data.nbytes > self.size:
+            raise InternalError(f"copy of {data.nbytes} bytes at {offset} into {self.size}")
+        if data.nbytes:
+            check(self.device.driver.cuMemcpyHtoD(self.address + offset, data.ctypes.data, data.nbytes), "copy to the device")
+
+    def download(self, dtype: Any, count: int, offset: int = 0) -> np.ndarray:
+        out = np.empty(count, dtype)
+        check(self.device.driver.cuMemcpyDtoH(out.ctypes.data, self.address + offset, out.nbytes), "copy from the device")
+        return out
+
+    def fill(self, byte: int = 0) -> None:
+        check(self.device.driver.cuMemsetD8(self.address, byte, self.size), "fill device memory")
+
+    def free(self) -> None:
+        if self.address:
+            self.device.driver.cuMemFree(self.address)
+            self.address = 0
+
+    def __del__(self) -> None:
+        self.free()
+
+
+class Device:
+    """Primary context of device `index`; raises `TargetError` if there is no such device."""
+
+    def __init__(self, index: int = 0) -> None:
+        self.driver = _driver()
+        count = device_count()
+        if not 0 <= index < count:
+            raise TargetError(f"CUDA device {index}", actual=f"{count} devices on this machine",
+                              remedy=f"use 0 to {count - 1}" if count else "use the target cpp")
+        self.index = index
+        self.handle = check(self.driver.cuDeviceGet(index), "open the device")
+        self.context = check(self.driver.cuDevicePrimaryCtxRetain(self.handle), "open the device's context")
+        self.use()
+
+    def use(self) -> None:
+        """Make the device current in this thread."""
+        check(self.driver.cuCtxSetCurrent(self.context), "select the device")
+
+    def _attribute(self, name: str) -> int:
+        attribute = getattr(self.driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(check(self.driver.cuDeviceGetAttribute(attribute, self.handle), f"ask for {name}"))
+
+    def properties(self) -> Properties:
+        name = check(self.driver.cuDeviceGetName(128, self.handle), "ask for the name").split(b"\0")[0].decode()
+        return Properties(name, (self._attribute("COMPUTE_CAPABILITY_MAJOR"), self._attribute("COMPUTE_CAPABILITY_MINOR")),
+                          self._attribute("MULTIPROCESSOR_COUNT"), self._attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+                          self._attribute("L2_CACHE_SIZE"))
+
+    def free_memory(self) -> tuple[int, int]:
+        """(free, total) bytes now."""
+        free, total = check(self.driver.cuMemGetInfo(), "ask for free memory")
+        return int(free), int(total)
+
+    def allocate(self, size: int) -> Memory:
+        return Memory(self, size)
+
+    def load(self, image: bytes) -> Any:
+        return check(self.driver.cuModuleLoadData(image), "load the compiled program")
+
+    def function(self, module: Any, name: str, shared_bytes: int) -> Any:
+        """Kernel `name` of a module, allowed to use `shared_bytes` of dynamic shared memory."""
+        function = check(self.driver.cuModuleGetFunction(module, name.encode()), f"find kernel {name}")
+        attribute = self.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        check(self.driver.cuFuncSetAttribute(function, attribute, shared_bytes), f"give kernel {name} {shared_bytes} bytes of shared memory")
+        return function
+
+    def launch(self, function: Any, blocks: int, threads: int, shared_bytes: int, argument: np.ndarray, cooperative: bool = True) -> None:
+        """Start a kernel whose only parameter is the struct in `argument`.
+
+        A cooperative launch is refused by the driver unless all blocks are resident at once, which a persistent kernel with
+        waits between blocks depends on.
+        """
+        pointers = (ctypes.c_void_p * 1)(argument.ctypes.data)
+        launch = self.driver.cuLaunchCooperativeKernel if cooperative else None
+        if launch is not None:
+            result = launch(function, blocks, 1, 1, threads, 1, 1, shared_bytes, 0, ctypes.addressof(pointers))
+        else:
+            result = self.driver.cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, shared_bytes, 0, ctypes.addressof(pointers), 0)
+        check(result, "launch")
+
+    def synchronize(self) -> None:
+        check(self.driver.cuCtxSynchronize(), "run the kernel")
+
+    def event(self) -> Any:
+        return check(self.driver.cuEventCreate(0), "create an event")
+
+    def record(self, event: Any) -> None:
+        check(self.driver.cuEventRecord(event, 0), "record an event")
+
+    def elapsed_ms(self, begin: Any, end: Any) -> float:
+        check(self.driver.cuEventSynchronize(end), "wait for the kernel")
+        return float(check(self.driver.cuEventElapsedTime(begin, end), "read the time"))

@@ -1,0 +1,101 @@
+"""Engine: a compiled program with its packed weights, ready to make instances."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpk.codegen.compile import compile_program
+from mpk.codegen.program import ProgramBuilder, Tables
+from mpk.codegen.weights import PackedWeights, load_weights
+from mpk.errors import InternalError
+from mpk.graph.sm_task_graph import SMTaskGraph
+from mpk.passes.memory import scratch_bytes
+from mpk.runtime.memory import address
+from mpk.tasks.base import WeightSource
+
+if TYPE_CHECKING:
+    from mpk.runtime.instance import Instance
+
+BuildProgress = Callable[[str, int, int], None]
+
+
+class Program:
+    """A compiled library and the tables it runs. Calls release Python's global lock."""
+
+    def __init__(self, library: Path, tables: Tables, scratch: int) -> None:
+        self.tables, self.scratch_bytes, self.library = tables, scratch, library
+        try:
+            lib = ctypes.CDLL(str(library))
+        except OSError as error:
+            raise InternalError(f"the compiled program {library} cannot be loaded: {error}") from error
+        lib.mpk_run.argtypes, lib.mpk_run.restype = [ctypes.c_void_p], ctypes.c_int
+        lib.mpk_poll.argtypes, lib.mpk_poll.restype = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p], None
+        lib.mpk_cancel.argtypes, lib.mpk_cancel.restype = [ctypes.c_void_p], None
+        lib.mpk_now_ns.argtypes, lib.mpk_now_ns.restype = [], ctypes.c_int64
+        self._lib = lib
+
+    def run(self, launch: np.ndarray) -> int:
+        """Run until no sequence has work left; `launch` is one Launch. Returns one of `layout.RESULT`."""
+        return int(self._lib.mpk_run(address(launch)))
+
+    def poll(self, sequences: np.ndarray, length: np.ndarray, finish: np.ndarray) -> None:
+        """Copy length and finish of every sequence into int32 vectors, while the program runs or after."""
+        self._lib.mpk_poll(address(sequences), len(sequences), address(length), address(finish))
+
+    def cancel(self, flag: np.ndarray) -> None:
+        """Ask the running program to stop after its current step."""
+        self._lib.mpk_cancel(address(flag))
+
+    def now_ns(self) -> int:
+        """The clock of token times and trace spans."""
+        return int(self._lib.mpk_now_ns())
+
+
+@dataclass
+class Engine:
+    """What `Compiler.build` returns. One engine serves any number of instances; weights and program are shared and constant."""
+
+    graph: SMTaskGraph
+    program: Program
+    weights: PackedWeights
+    pipelining: bool = True
+
+    def create_instance(self, max_batch: int | None = None, max_context: int | None = None, *, device_ids: Sequence[int] | None = None,
+                        stall_limit_s: float = 10.0, trace_spans: int = 0) -> Instance:
+        """Memory to run `max_batch` sequences of up to `max_context` tokens (defaults: what the graph was lowered for, the model's).
+
+        `device_ids` exists for targets with several devices; here it is None or [0]. A run in which no task finishes for
+        `stall_limit_s` seconds raises `StallError`. `trace_spans`: spans kept per worker and run, 0 switches the trace off. Raises
+        `RequestError` for sizes out of range, `TargetError` when the key-value cache does not fit the machine's memory.
+        """
+        from mpk.runtime.instance import Instance
+
+        return Instance(self, max_batch=max_batch, max_context=max_context, device_ids=device_ids, stall_limit_s=stall_limit_s,
+                        trace_spans=trace_spans)
+
+
+def build_engine(graph: SMTaskGraph, source: WeightSource, *, progress: BuildProgress | None = None, pipelining: bool = True,
+                 portable: bool = False, sanitize: str | None = None) -> Engine:
+    """Compile the program and pack the weights of a verified graph, or take both from the cache.
+
+    `progress(stage, done, total)`: compilation with total 1, packing in bytes. `pipelining`: workers fetch the weights of their next
+    task while they wait. `portable` compiles without the
+    machine's own vector extensions; `sanitize` ("thread") is for tests. Raises `TargetError` (no compiler, cache not writable).
+    """
+    report = progress or (lambda stage, done, total: None)
+    builder = ProgramBuilder(graph)
+    report("compile the program", 0, 1)
+    with ThreadPoolExecutor(1) as pool:  # the compiler is a process of its own: weights are packed meanwhile
+        compiled = pool.submit(compile_program, builder.source(), portable=portable, sanitize=sanitize)
+        weights = load_weights(graph, source, lambda done, total: report("pack the weights", done, total))
+        library = compiled.result()
+    report("compile the program", 1, 1)
+    program = Program(library, builder.tables(), scratch_bytes(graph))
+    return Engine(graph, program, weights, pipelining)

@@ -1,0 +1,56 @@
+// What every task body of the C++ back end sees: the shared structures, the memory of the program, and its worker.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "mpk/layout.hpp"  // emitted from mpk/codegen/layout.py: Instruction, Step, Segment, Sequence, ...
+
+namespace mpk {
+
+// Memory of a running program; written by the host before the start, constant afterwards (what it points to is not).
+struct Context {
+  const unsigned char* weights;  // packed matrices
+  const unsigned char* params;   // packed float32 parameters
+  unsigned char* arena;          // activations; Instruction::operand holds byte offsets into it
+  unsigned char* kv;             // key-value cache, see kv_page()
+  Step* step;
+  Segment* segments;        // [max_rows]
+  int32_t* row_token;       // [max_rows]
+  int32_t* row_slot;        // [max_rows]
+  int32_t* row_position;    // [max_rows]
+  int32_t* logit_row;       // [max_rows] row of each logit row
+  Sequence* sequences;      // [max_batch]
+  int32_t* tokens;          // [max_batch][max_context] prompt and generated tokens
+  int32_t* page_table;      // [max_batch][max_pages] page numbers of each sequence
+  int32_t* free_pages;      // stack of free page numbers
+  int32_t* free_page_count;
+  float* chosen_logprob;    // [max_batch][max_context] at the place of the token, or null
+  float* top_logprob;       // [max_batch][max_context][MAX_TOP_LOGPROBS], or null
+  int32_t* top_token;       // the same shape
+  float* logits_out;        // [max_batch][logits_out_positions][vocab] for sequences with all_logits, or null
+  int64_t logits_out_positions;
+  int64_t* token_ns;        // [max_batch][max_context] time at which a generated token was published, or null
+  const int32_t* cancel;    // set by the host while the program runs: stop after this step
+  int32_t max_batch, max_rows, max_context, max_pages, num_pages;
+};
+
+// Private memory of one worker thread.
+struct Worker {
+  int32_t index, count;
+  unsigned char* scratch;  // 64-byte aligned, as many bytes as the graph's plan says
+};
+
+template <class T>
+inline T* operand(const Context& c, const Instruction& i, int slot) {
+  return reinterpret_cast<T*>(c.arena + i.operand[slot]);
+}
+
+// First element of a page of one layer and key-value head: KV_PAGE_TOKENS * head_dim elements of keys, then as many of values,
+// both in the packed form of kv_cache.hpp.
+template <class T>
+inline T* kv_page(const Context& c, int layer, int page, int head, int kv_heads, int head_dim) {
+  const int64_t per_head = int64_t(2) * KV_PAGE_TOKENS * head_dim;
+  return reinterpret_cast<T*>(c.kv) + ((int64_t(layer) * c.num_pages + page) * kv_heads + head) * per_head;
+}
+
+}  // namespace mpk

@@ -1,0 +1,110 @@
+// Starts the workers of one run and waits for them: the body of `mpk_run`.
+#pragma once
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include "mpk/context.hpp"
+#include "mpk/event.hpp"
+#include "mpk/plan.hpp"
+#include "mpk/worker.hpp"
+
+namespace mpk {
+
+inline Context make_context(const Launch& l) {
+  Context c{};
+  c.weights = address<const unsigned char>(l.weights);
+  c.params = address<const unsigned char>(l.params);
+  c.arena = address<unsigned char>(l.arena);
+  c.kv = address<unsigned char>(l.kv);
+  c.step = address<Step>(l.step);
+  c.segments = address<Segment>(l.segments);
+  c.row_token = address<int32_t>(l.row_token);
+  c.row_slot = address<int32_t>(l.row_slot);
+  c.row_position = address<int32_t>(l.row_position);
+  c.logit_row = address<int32_t>(l.logit_row);
+  c.sequences = address<Sequence>(l.sequences);
+  c.tokens = address<int32_t>(l.tokens);
+  c.page_table = address<int32_t>(l.page_table);
+  c.free_pages = address<int32_t>(l.free_pages);
+  c.free_page_count = address<int32_t>(l.free_page_count);
+  c.chosen_logprob = address<float>(l.chosen_logprob);
+  c.top_logprob = address<float>(l.top_logprob);
+  c.top_token = address<int32_t>(l.top_token);
+  c.logits_out = address<float>(l.logits_out);
+  c.logits_out_positions = l.logits_out_positions;
+  c.token_ns = address<int64_t>(l.token_ns);
+  c.cancel = address<const int32_t>(l.cancel);
+  c.max_batch = l.max_batch;
+  c.max_rows = l.max_rows;
+  c.max_context = l.max_context;
+  c.max_pages = l.max_pages;
+  c.num_pages = l.num_pages;
+  return c;
+}
+
+struct Free {
+  void operator()(void* p) const { std::free(p); }
+};
+
+// Memory of a worker is allocated and first touched by the worker itself.
+template <bool Traced, class Dispatch>
+void run_worker(Run& run, int index, Dispatch dispatch, std::atomic<int>& result) {
+  const size_t bytes = (size_t(run.launch->scratch_bytes) + 63) / 64 * 64 + 64;
+  std::unique_ptr<unsigned char, Free> scratch(static_cast<unsigned char*>(std::aligned_alloc(64, bytes)));
+  if (!scratch) {
+    result.store(RESULT_NO_MEMORY, std::memory_order_relaxed);  // read after the thread was joined
+    run.stop.store(1, std::memory_order_release);
+    return;
+  }
+  Worker worker{index, run.launch->workers, scratch.get()};
+  work<Traced>(run, worker, dispatch);
+}
+
+// Runs steps until no sequence has work left. The calling thread is worker 0. Returns one of RESULT_*.
+template <bool Traced, class Dispatch>
+int run_all(const Launch& launch, Dispatch dispatch) {
+  const Context context = make_context(launch);
+  context.step->number = 0;
+  plan_step(context);
+
+  std::unique_ptr<Event[]> events(new (std::nothrow) Event[launch.num_events]);
+  std::unique_ptr<Progress[]> progress(new (std::nothrow) Progress[launch.workers]);
+  if (!events || !progress) return RESULT_NO_MEMORY;
+  Run run{&launch, &context, events.get(), progress.get()};
+  std::atomic<int> result{RESULT_DONE};
+  events[STEP_EVENT].signal(1);  // step 1 is planned; thread creation orders it before the workers as well
+
+  std::vector<std::thread> threads;
+  threads.reserve(launch.workers);
+  try {
+    for (int w = 1; w < launch.workers; ++w) {
+      threads.emplace_back([&run, &result, dispatch, w] { run_worker<Traced>(run, w, dispatch, result); });
+    }
+    run_worker<Traced>(run, 0, dispatch, result);
+  } catch (const std::system_error&) {
+    result.store(RESULT_NO_THREAD, std::memory_order_relaxed);
+    run.stop.store(1, std::memory_order_release);
+  }
+  for (std::thread& t : threads) t.join();
+  if (result.load(std::memory_order_relaxed) != RESULT_DONE) return result.load(std::memory_order_relaxed);
+  return run.stop.load(std::memory_order_acquire) ? RESULT_STALLED : RESULT_DONE;
+}
+
+template <class Dispatch>
+int run_program(const Launch& launch, Dispatch dispatch) {
+  return launch.spans != 0 ? run_all<true>(launch, dispatch) : run_all<false>(launch, dispatch);
+}
+
+// Copies the state that the host may look at while the program runs. Acquire: tokens below `length` are visible after it.
+inline void poll(const Sequence* sequences, int count, int32_t* length, int32_t* finish) {
+  for (int s = 0; s < count; ++s) {
+    finish[s] = __atomic_load_n(&sequences[s].finish, __ATOMIC_ACQUIRE);
+    length[s] = __atomic_load_n(&sequences[s].length, __ATOMIC_ACQUIRE);
+  }
+}
+
+}  // namespace mpk

@@ -1,0 +1,1 @@
+"""Closes a step and plans the next one."""

@@ -1,0 +1,36 @@
+"""Products with their norm and epilogue in numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpk.graph.sm_task_graph import Task
+from mpk.graph.tensor_graph import Operator
+from mpk.tasks.base import Env
+from mpk.tasks.packing import PANEL
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis."""
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps)) * weight
+
+
+def run(op: Operator, task: Task, env: Env) -> None:
+    """Tile columns of the output: product, bias, then the epilogue."""
+    rows = env.step.logit_rows if op.attrs["gather_logit_rows"] else np.arange(len(env.step.tokens))
+    x = env.buffers[op.inputs[0]][rows]
+    if "norm" in op.weights:
+        x = rms_norm(x, env.weight(op.weights["norm"][0]), float(op.attrs["eps"]))
+    columns = slice(task.tile_begin * PANEL, min(task.tile_end * PANEL, int(op.attrs["n"])))
+    products = [x @ env.weight(name)[columns].T for name in op.weights["weight"]]
+    for place, name in enumerate(op.weights.get("bias", ())):
+        products[place] = products[place] + env.weight(name)[columns]
+    out = env.buffers[op.outputs[0]]
+    if op.attrs["epilogue"] == "swiglu":
+        gate, up = products
+        with np.errstate(over="ignore"):
+            out[: len(rows), columns] = gate / (1 + np.exp(-gate)) * up
+    elif op.attrs["epilogue"] == "residual":
+        out[: len(rows), columns] += products[0]
+    else:
+        out[: len(rows), columns] = products[0]

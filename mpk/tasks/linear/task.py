@@ -1,0 +1,95 @@
+"""Task kind `linear`: a product with packed weights, RMS norm before and epilogue after; a tile is 16 output columns.
+
+Operator: inputs (input [rows, k],) or, for `residual`, (input, x); outputs (out [rows, n],), which is x itself for `residual`;
+weights {weight: (name,) [n, k], or (gate, up) for `swiglu`; norm: (name,) optional; bias: as many names as weight, optional};
+attrs {n, k, eps, epilogue: store | residual | swiglu, gather_logit_rows}. With `gather_logit_rows` row r of the output belongs to
+row logit_rows[r] of the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from mpk.errors import InternalError
+from mpk.graph.sm_task_graph import Cost, Region
+from mpk.graph.tensor_graph import Operator, Scalar, TensorGraph
+from mpk.tasks.base import TaskKind, WeightSource
+from mpk.tasks.packing import PANEL, pack_rows, padded_vector, panel_bytes, panel_view, panels_of
+
+EPILOGUES = {"store": 0, "residual": 1, "swiglu": 2}  # kStore, kResidual, kSwiglu of cpp.hpp
+PANEL_GROUP = 8  # kPanelGroup of matmul.hpp: panels multiplied at a time, whose sums stand in scratch
+
+
+class Linear(TaskKind):
+    name = "linear"
+    operands = ("input", "output")
+    cuda_form = "stages"
+
+    def tiles(self, op: Operator, graph: TensorGraph) -> int:
+        return -(-int(op.attrs["n"]) // tile_columns(op))
+
+    def buffers(self, op: Operator, graph: TensorGraph) -> dict[str, str]:
+        return {"input": op.inputs[0], "output": op.outputs[0]}
+
+    def reads(self, op: Operator, graph: TensorGraph, begin: int, end: int) -> tuple[Region, ...]:
+        regions = (Region(op.inputs[0], 0, int(op.attrs["k"])),)
+        return regions + self.writes(op, graph, begin, end) if op.attrs["epilogue"] == "residual" else regions
+
+    def writes(self, op: Operator, graph: TensorGraph, begin: int, end: int) -> tuple[Region, ...]:
+        columns = tile_columns(op)
+        return (Region(op.outputs[0], begin * columns, min(end * columns, int(op.attrs["n"]))),)
+
+    def cost(self, op: Operator, graph: TensorGraph, begin: int, end: int, dtype: str) -> Cost:
+        k, width = int(op.attrs["k"]), tile_columns(op)
+        panels = (end - begin) * self._panels_a_tile(op) * width // PANEL
+        columns = min(end * width, int(op.attrs["n"])) - begin * width
+        return Cost(panels * panel_bytes(k, dtype), 4 * (k + columns), 2 * panels * PANEL * k)
+
+    def variant(self, op: Operator, graph: TensorGraph, dtype: str) -> Mapping[str, Scalar]:
+        return {
+            "bf16": dtype == "bf16", "n": int(op.attrs["n"]), "k": int(op.attrs["k"]), "eps": float(op.attrs["eps"]),
+            "norm": "norm" in op.weights, "bias": "bias" in op.weights, "epilogue": self._epilogue(op),
+            "gather_logit_rows": bool(op.attrs["gather_logit_rows"]),
+        }
+
+    def scratch_bytes(self, op: Operator, graph: TensorGraph, max_rows: int) -> int:
+        """Sums of a group of panels for all rows, and the gathered or normalised input."""
+        prepared = "norm" in op.weights or bool(op.attrs["gather_logit_rows"])
+        return 4 * max_rows * (PANEL_GROUP * PANEL + (int(op.attrs["k"]) if prepared else 0))
+
+    def packed_bytes(self, op: Operator, graph: TensorGraph, dtype: str) -> int:
+        return self.tiles(op, graph) * self._panels_a_tile(op) * panel_bytes(int(op.attrs["k"]), dtype)
+
+    def pack(self, op: Operator, graph: TensorGraph, source: WeightSource, dtype: str, out: np.ndarray) -> None:
+        """Panels in order; for `swiglu` gate 0, up 0, gate 1, up 1, ..."""
+        panels, names = panel_view(out, int(op.attrs["k"]), dtype), op.weights["weight"]
+        for place, name in enumerate(names):
+            pack_rows(source, name, 0, int(op.attrs["n"]), panels[place :: len(names)])
+
+    def params(self, op: Operator, graph: TensorGraph, source: WeightSource) -> np.ndarray:
+        """norm [k], then the bias of every matrix padded to whole panels; as far as the operator has them."""
+        parts = [source.read(name).reshape(-1) for name in op.weights.get("norm", ())]
+        parts += [padded_vector(source, name) for name in op.weights.get("bias", ())]
+        return np.concatenate(parts).astype(np.float32) if parts else np.zeros(0, np.float32)
+
+    @staticmethod
+    def _panels_a_tile(op: Operator) -> int:
+        """Matrices side by side in a tile; those of a `store` are stacked one below the other."""
+        return 2 if op.attrs["epilogue"] == "swiglu" else 1
+
+    @staticmethod
+    def _epilogue(op: Operator) -> int:
+        name, matrices = str(op.attrs["epilogue"]), len(op.weights["weight"])
+        if name not in EPILOGUES or (matrices != (2 if name == "swiglu" else 1) and name != "store"):
+            raise InternalError(f"operator {op.name}: epilogue {name} with {matrices} matrices, expected residual with 1, swiglu with 2")
+        return EPILOGUES[name]
+
+
+def tile_columns(op: Operator) -> int:
+    """Output columns of a tile."""
+    return int(op.attrs.get("tile_columns", PANEL))
+
+
+KIND = Linear()

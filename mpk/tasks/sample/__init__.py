@@ -1,0 +1,1 @@
+"""Chooses the next token of each slot of the batch."""

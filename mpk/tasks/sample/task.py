@@ -1,0 +1,45 @@
+"""Task kind `sample`: penalties, temperature, top-k, top-p, min-p and the draw, one slot of the batch a tile.
+
+Operator: inputs (logits [logit rows, vocab], step), output choice int32 [1, max_batch], attrs {vocab, max_batch}. Slots without
+a row of logits in the step get -1. Options of a slot stand in its `Sequence`, so one program serves them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mpk.graph.sm_task_graph import Cost, Region
+from mpk.graph.tensor_graph import Operator, Scalar, TensorGraph
+from mpk.tasks.base import TaskKind
+
+
+class Sample(TaskKind):
+    name = "sample"
+    operands = ("logits", "choice")
+
+    def tiles(self, op: Operator, graph: TensorGraph) -> int:
+        return int(op.attrs["max_batch"])
+
+    def buffers(self, op: Operator, graph: TensorGraph) -> dict[str, str]:
+        return {"logits": op.inputs[0], "choice": op.outputs[0]}
+
+    def reads(self, op: Operator, graph: TensorGraph, begin: int, end: int) -> tuple[Region, ...]:
+        return (Region(op.inputs[0], 0, int(op.attrs["vocab"])),)
+
+    def writes(self, op: Operator, graph: TensorGraph, begin: int, end: int) -> tuple[Region, ...]:
+        return (Region(op.outputs[0], begin, end),)
+
+    def cost(self, op: Operator, graph: TensorGraph, begin: int, end: int, dtype: str) -> Cost:
+        # One row of logits is read whatever the number of slots: a step of one row has one row of logits.
+        vocab = int(op.attrs["vocab"])
+        return Cost(0, 4 * vocab, 2 * vocab)
+
+    def variant(self, op: Operator, graph: TensorGraph, dtype: str) -> Mapping[str, Scalar]:
+        return {"vocab": int(op.attrs["vocab"])}
+
+    def scratch_bytes(self, op: Operator, graph: TensorGraph, max_rows: int) -> int:
+        """Weights, counts and candidates of one row (`SamplingScratch` in sampling.hpp)."""
+        return 16 * int(op.attrs["vocab"]) + 192
+
+
+KIND = Sample()
