@@ -1,0 +1,5 @@
+"""`python -m mpk` is the same as the command `mpk`."""
+
+from mpk.cli import main
+
+main()

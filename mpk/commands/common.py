@@ -1,0 +1,51 @@
+"""What several commands share: building an engine with a progress bar, and printing JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpk.compiler import Compiler, Progress
+    from mpk.graph.sm_task_graph import SMTaskGraph
+    from mpk.runtime.engine import Engine
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+def print_json(value: Any) -> None:
+    """One JSON value on one line of standard output."""
+    print(json.dumps(value), flush=True)
+
+
+@contextmanager
+def progress_bar(quiet: bool) -> Iterator[Progress]:
+    """A rich progress bar on standard error; yields the callback that moves it. Shows nothing when `quiet`."""
+    if quiet or not sys.stderr.isatty() and not sys.stdout.isatty():
+        yield lambda what, done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def report(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=max(total, 1))
+            bar.update(tasks[what], completed=done, total=max(total, 1))
+
+        yield report
+
+
+def build(compiler: Compiler, model: Any, quiet: bool) -> tuple[Engine, SMTaskGraph]:
+    """Lower and build, with a progress bar while compiling and packing."""
+    with progress_bar(quiet) as report:
+        report("lower the model to a task graph", 0, 1)
+        graph = compiler.lower_model(model)
+        report("lower the model to a task graph", 1, 1)
+        return compiler.build(graph, progress=report), graph

@@ -1,0 +1,94 @@
+"""`mpk inspect`: what a model becomes on a target: operators, tasks, events, bytes, memory plan, pictures."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mpk.commands.common import DEFAULT_MODEL, print_json
+
+if TYPE_CHECKING:
+    from mpk.graph.sm_task_graph import SMTaskGraph
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="A folder, a GGUF file, a named shape such as Llama-3.1-8B, or a config.json.")] = DEFAULT_MODEL,
+    target: Annotated[str, typer.Option(help="Target to lower for (see `mpk targets`).")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Type of weights and key-value cache: bf16 or f32.")] = "bf16",
+    workers: Annotated[int | None, typer.Option(help="Worker threads or SMs (default: all of the target).")] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the task graph to this file (for `mpk verify`).")] = None,
+    text: Annotated[bool, typer.Option("--text", help="Print the task graph as text, a line for each task and event.")] = False,
+    picture: Annotated[Path | None, typer.Option(help="Write a picture (SVG) of one layer's graph to this file.")] = None,
+    schedule: Annotated[Path | None, typer.Option(help="Write a picture (SVG) of one layer's schedule to this file.")] = None,
+    layer: Annotated[int, typer.Option(help="Layer that the pictures show.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Lower a model (without reading its weights) and report the graph."""
+    from mpk import frontend
+    from mpk.compiler import Compiler
+    from mpk.graph import draw
+
+    compiler = Compiler(target, dtype=dtype, workers=workers)
+    loaded = frontend.load(model, shapes=True)
+    started = time.perf_counter()
+    graph = compiler.lower_model(loaded)
+    report = describe(graph, loaded.name, time.perf_counter() - started)
+    if save is not None:
+        graph.save(str(save))
+    if picture is not None:
+        picture.write_text(draw.layer_svg(graph, layer))
+    if schedule is not None:
+        schedule.write_text(draw.schedule_svg(graph, layer=layer))
+    if json:
+        print_json(report)
+    elif text:
+        print(graph.to_text(), end="")
+    else:
+        _print(report)
+
+
+def describe(graph: SMTaskGraph, name: str, seconds: float) -> dict[str, Any]:
+    """Everything `mpk inspect` reports, as one JSON-ready dictionary. Sizes in bytes."""
+    operators = Counter(op.kind for op in graph.tensor_graph.operators)
+    cache = [b for b in graph.buffers.values() if b.kind == "cache"]
+    return {
+        "model": name, "target": graph.target, "dtype": graph.dtype, "max_rows": graph.max_rows, **graph.statistics(),
+        "operators_per_kind": dict(operators),
+        "packed_weight_bytes": graph.weight_bytes,
+        "activation_bytes": sum(b.row_bytes * (1 if b.rows == "step" else graph.max_rows)
+                                for b in graph.buffers.values() if b.kind == "activation"),
+        "cache_bytes_per_token": sum(b.row_bytes for b in cache),
+        "passes": graph.notes,
+        "memory": {name: {"offset": a.offset, "bytes": a.size} for name, a in list(graph.arena.items())},
+        "lower_seconds": round(seconds, 3),
+    }
+
+
+def _print(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print(f"[bold]{report['model']}[/bold] on {report['target']}, {report['workers']} workers, {report['dtype']}, "
+                  f"lowered and verified in {report['lower_seconds']:.2f} s")
+    table = Table("kind", "operators", "tasks", box=None)
+    for kind, count in report["operators_per_kind"].items():
+        table.add_row(kind, str(count), str(report["tasks_per_kind"].get(kind, 0)))
+    table.add_row("all", str(report["operators"]), str(report["tasks"]))
+    console.print(table)
+    rows = [
+        ("events", f"{report['events']}, {report['signals']} signals, {report['waits']} waits"),
+        ("critical path", f"{report['critical_path_tasks']} tasks"),
+        ("weights", f"{report['packed_weight_bytes'] / 1e6:.1f} MB packed"),
+        ("activations", f"{report['activation_bytes'] / 1e6:.1f} MB in an arena of {report['arena_bytes'] / 1e6:.1f} MB "
+                        f"({report['max_rows']} rows)"),
+        ("cache", f"{report['cache_bytes_per_token']} bytes a token"),
+    ]
+    for key, value in rows:
+        console.print(f"{key:14} {value}")
+    for note in report["passes"]:
+        console.print(f"  {note}", highlight=False)
