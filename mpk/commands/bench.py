@@ -1,0 +1,140 @@
+"""`mpk bench`: whole decode steps of a model shape, as a median with quartiles and as a ratio to the memory floor."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+
+from mpk.commands.common import build, print_json
+from mpk.commands.peers import PEERS, torch_eager
+from mpk.errors import RequestError
+
+if TYPE_CHECKING:
+    from mpk.frontend import LoadedModel
+    from mpk.models.config import DecoderConfig
+    from mpk.targets.hardware import Target
+
+STEPS = 32  # decode steps of one repetition
+System = Callable[[int, int], list[float]]  # (batch, context) -> ms of single steps
+
+
+def command(
+    model: Annotated[str, typer.Option(help="Named shape (Llama-3.1-8B, Qwen3-0.6B, SmolLM2-135M, ...), config.json, or a model with weights.")],
+    target: Annotated[str, typer.Option(help="auto, cpp, or another target that `mpk targets` lists.")] = "auto",
+    batch: Annotated[str, typer.Option(help="Sequences in a step; several separated by commas.")] = "1",
+    context: Annotated[str, typer.Option(help="Mean context of the measured steps in tokens; several separated by commas.")] = "512",
+    tp: Annotated[int, typer.Option(help="Devices that share the model.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Type of weights and key-value cache: bf16 or f32.")] = "bf16",
+    workers: Annotated[int | None, typer.Option(help="Worker threads or SMs (default: all of the target).")] = None,
+    repeats: Annotated[int, typer.Option(help="Generations measured for each line.")] = 3,
+    against: Annotated[str | None, typer.Option(help=f"Measure a peer too, in the same process: {', '.join(PEERS)}.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON line a measurement.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Append the JSON lines to this file (benchmarks/results/*.jsonl).")] = None,
+) -> None:
+    """Measure decoding with random weights of a shape. The floor is the bytes a step must read over the target's bandwidth."""
+    from mpk import frontend
+    from mpk.compiler import Compiler
+
+    batches, contexts = _numbers(batch, "--batch"), _numbers(context, "--context")
+    if against is not None and against not in PEERS:
+        raise RequestError(f"--against {against}", expected=" or ".join(PEERS))
+    compiler = Compiler(target, tensor_parallel_size=tp, dtype=dtype, workers=workers, max_batch=max(batches))
+    loaded = frontend.load(model, shapes=True)
+    for c in contexts:
+        if c + STEPS // 2 + 1 > loaded.config.max_context or c <= STEPS // 2:
+            raise RequestError(f"--context {c}", expected=f"{STEPS // 2 + 1} to {loaded.config.max_context - STEPS // 2 - 1} for {loaded.name}")
+    systems: dict[str, System] = {"mpk": _mpk(compiler, loaded, max(batches), max(contexts), quiet=json)}
+    if against is not None:
+        systems[against] = torch_eager(loaded.config, dtype, STEPS)
+    for b in batches:
+        for c in contexts:
+            samples: dict[str, list[float]] = {name: [] for name in systems}
+            for system in systems.values():
+                system(b, c)  # warm-up
+            for _ in range(repeats):  # alternately, so that a drift of the machine meets both
+                for name, system in systems.items():
+                    samples[name] += system(b, c)
+            for name, times in samples.items():
+                _report(line(name, loaded, compiler.target, tp, dtype, b, c, times), json, output)
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    try:
+        values = [int(v) for v in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or min(values) < 1:
+        raise RequestError(f"{option} {text}", expected="positive numbers separated by commas")
+    return values
+
+
+def floor_bytes(config: DecoderConfig, dtype: str, batch: int, context: int) -> int:
+    """Bytes one decode step must read: every weight of a product once, and the keys and values of every sequence."""
+    c, size = config, 2 if dtype == "bf16" else 4
+    attention = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim * c.hidden_size
+    weights = c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size) + c.vocab_size * c.hidden_size
+    cached = sum(min(context, c.window(layer) or context) for layer in range(c.num_layers))
+    return size * (weights + batch * cached * 2 * c.num_kv_heads * c.head_dim)
+
+
+def _mpk(compiler: Any, loaded: LoadedModel, batch: int, context: int, quiet: bool) -> System:
+    engine, _ = build(compiler, loaded, quiet)
+    instance = engine.create_instance(max_batch=batch, max_context=context + STEPS // 2 + 1)
+    rng = np.random.default_rng(0)
+
+    def measure(b: int, c: int) -> list[float]:
+        prompts = rng.integers(0, loaded.config.vocab_size, size=(b, c - STEPS // 2))
+        result = instance.generate(prompts, max_new_tokens=STEPS + 1, stop_tokens=[])
+        return np.diff(result.token_ms[0]).tolist()
+
+    return measure
+
+
+def line(system: str, loaded: LoadedModel, target: Target, tp: int, dtype: str, batch: int, context: int,
+         times: list[float]) -> dict[str, Any]:
+    """One measurement as `benchmarks/results` keeps it: milliseconds, quartiles, floor and ratio to it."""
+    q1, median, q3 = statistics.quantiles(times, n=4)
+    floor = floor_bytes(loaded.config, dtype, batch, context) / (target.bandwidth.value * 1e6) / tp
+    return {"system": system, "model": loaded.name, "target": target.name, "device": _device(), "tp": tp, "dtype": dtype, "batch": batch,
+            "context": context, "ms_per_token": round(median, 4), "q1": round(q1, 4), "q3": round(q3, 4), "floor_ms": round(floor, 4),
+            "ratio": round(median / floor, 3), "commit": _commit(), "date": date.today().isoformat()}
+
+
+def _device() -> str:
+    try:
+        for text in Path("/proc/cpuinfo").read_text().splitlines():
+            if text.startswith("model name"):
+                return text.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    try:
+        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def _report(result: dict[str, Any], json: bool, output: Path | None) -> None:
+    import json as json_module
+
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with output.open("a") as f:
+            f.write(json_module.dumps(result) + "\n")
+    if json:
+        print_json(result)
+    else:
+        print(f"{result['system']:12} {result['model']} batch {result['batch']} context {result['context']}: {result['ms_per_token']:.3f} ms "
+              f"({result['q1']:.3f} to {result['q3']:.3f}), floor {result['floor_ms']:.3f}, ratio {result['ratio']:.2f}")

@@ -1,0 +1,33 @@
+"""Traces in the trace event format that Perfetto and chrome://tracing read: one track a worker."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from mpk.graph.sm_task_graph import SMTaskGraph
+
+RUN, WAIT = 0, 1
+
+
+def write_trace(graph: SMTaskGraph, spans: Sequence[np.ndarray], path: Path) -> None:
+    """Write the spans of all workers (see `Instance.spans`); times start at the first span and are in microseconds."""
+    start = min((int(worker["begin_ns"].min()) for worker in spans if len(worker)), default=0)
+    events: list[dict[str, object]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": f"mpk {graph.target}"}}]
+    for index, worker in enumerate(spans):
+        events.append({"ph": "M", "pid": 0, "tid": index, "name": "thread_name", "args": {"name": f"worker {index}"}})
+        for span in worker:
+            task = graph.tasks[int(span["task"])]
+            op = graph.operator(task)
+            waiting = int(span["phase"]) == WAIT
+            events.append({
+                "ph": "X", "pid": 0, "tid": index, "cat": "wait" if waiting else task.kind, "name": f"wait {op.name}" if waiting else op.name,
+                "ts": (int(span["begin_ns"]) - start) / 1e3, "dur": int(span["end_ns"] - span["begin_ns"]) / 1e3,
+                "args": {"task": task.id, "tiles": f"{task.tile_begin}-{task.tile_end}", "layer": op.layer,
+                         "weight_bytes": task.cost.weight_bytes}})
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}))
