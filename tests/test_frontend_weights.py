@@ -387,6 +387,32 @@ def test_damaged_gguf_files_are_refused(tmp_path: Path) -> None:
             read_header(path)
 
 
+@pytest.mark.parametrize("source", ["gguf", "safetensors"])
+def test_flipped_bytes_in_a_header_are_refused_or_harmless(tmp_path: Path, source: str) -> None:
+    if source == "gguf":
+        path = target = tmp_path / "m.gguf"
+        vocabulary = {"model": "gpt2", "tokens": ["a", "b", "c", "ab"], "merges": ["a b"], "token_type": [1, 1, 1, 1]}
+        write_gguf(path, tiny_model("llama"), metadata={f"tokenizer.ggml.{k}": v for k, v in vocabulary.items()})
+        size = read_header(path).size
+    else:
+        target = llama_folder(tmp_path)
+        path = target / "model.safetensors"
+        size = 8 + struct.unpack("<Q", path.read_bytes()[:8])[0]
+    load(target)
+    good, rng = path.read_bytes(), np.random.default_rng(0)
+    refused = 0
+    for _ in range(150):
+        content = bytearray(good)
+        for at in rng.integers(0, size, rng.integers(1, 4)):
+            content[at] = rng.integers(0, 256)
+        path.write_bytes(content)
+        try:
+            load(target)
+        except ModelError:
+            refused += 1
+    assert refused > 75
+
+
 def test_fingerprint_of_a_gguf_file_follows_the_file(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write_gguf(path, tiny_model("llama"))

@@ -216,6 +216,7 @@ def test_families_are_found_by_architecture_and_by_model_type() -> None:
     ({"rope_theta": -1}, "config key 'rope_theta', expected a positive number, got -1"),
     ({"hidden_size": None}, "llama: config key 'hidden_size', expected a positive integer, got nothing"),
     ({"num_hidden_layers": 0}, "config key 'num_hidden_layers', expected a positive integer, got 0"),
+    ({"num_hidden_layers": 10**9}, "config key 'num_hidden_layers', expected at most 10000, got 1000000000"),
     ({"hidden_size": 70}, "llama: hidden_size 70 with 9 heads, expected a multiple, or 'head_dim' in the config"),
     ({"head_dim": 12}, "llama: head size, expected a multiple of 8 up to 256, got 12"),
     ({"num_key_value_heads": 4}, "llama: query / key-value heads, expected a whole ratio, got 9 / 4"),

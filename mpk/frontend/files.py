@@ -1,4 +1,4 @@
-"""Small helpers on files that several sources need."""
+"""JSON objects from files, and fingerprints of files."""
 
 from __future__ import annotations
 

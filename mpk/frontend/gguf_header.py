@@ -6,6 +6,7 @@ strings of a vocabulary and takes 4 s for SmolLM2's file, this takes 0.05 s. Deq
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from dataclasses import dataclass
@@ -187,7 +188,7 @@ def _check_extent(c: _Cursor, name: str, t: TensorInfo) -> None:
     kind = TENSOR_TYPES.get(t.type_number)
     if kind is None:
         return  # refused by name when it is needed
-    elements = int(np.prod(t.shape, dtype=object))
+    elements = math.prod(t.shape)
     if t.shape[-1] % kind.block:
         raise c.damaged(f"tensor {name} {list(t.shape)} in blocks of {kind.block} ({kind.name})")
     end = t.offset + elements // kind.block * kind.size

@@ -7,6 +7,7 @@ mapped into memory; only the rows that are asked for are read and widened to flo
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -121,11 +122,11 @@ def _tensor(path: Path, name: str, entry: Any, start: int, size: int) -> _Tensor
     try:
         dtype, shape = entry["dtype"], tuple(int(n) for n in entry["shape"])
         begin, end = (start + int(n) for n in entry["data_offsets"])
-    except (TypeError, KeyError, ValueError) as e:
+    except (TypeError, KeyError, ValueError, OverflowError) as e:
         raise ModelError(f"{path} has a damaged header", actual=f"tensor {name}: {entry!r}") from e
     if end > size:
         raise ModelError(f"{path} is truncated", expected=f"{end} bytes up to tensor {name}", actual=f"{size} bytes")
-    expected = int(np.prod(shape, dtype=np.int64)) * DTYPES[dtype].itemsize if dtype in DTYPES else end - begin
+    expected = math.prod(shape) * DTYPES[dtype].itemsize if dtype in DTYPES else end - begin
     if not start <= begin <= end or end - begin != expected:
         raise ModelError(f"{path} has a damaged header", expected=f"{expected} bytes for tensor {name} {list(shape)} {dtype}",
                          actual=f"{end - begin}")

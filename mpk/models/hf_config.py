@@ -14,6 +14,7 @@ from mpk.models.config import DecoderConfig, RopeScaling
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ACTIVATIONS = ("silu", "swish")
+MAX_LAYERS = 10_000  # a damaged configuration must not make us build a graph without end
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 # Keys of each rope type that have no default in transformers.
@@ -36,6 +37,13 @@ class HFConfig:
             raise ModelError(f"{self.family}: config key '{key}'", expected="a positive integer",
                              actual="nothing" if value is None else repr(value))
         return value
+
+    def layers(self) -> int:
+        """The number of layers."""
+        layers = self.integer("num_hidden_layers")
+        if layers > MAX_LAYERS:
+            raise ModelError(f"{self.family}: config key 'num_hidden_layers'", expected=f"at most {MAX_LAYERS}", actual=str(layers))
+        return layers
 
     def number(self, key: str, default: float) -> float:
         """A positive finite number."""
@@ -81,7 +89,7 @@ def read_config(hf: Mapping[str, Any], family: str, *, max_context: int, **optio
         vocab_size=c.integer("vocab_size"),
         hidden_size=hidden,
         intermediate_size=c.integer("intermediate_size"),
-        num_layers=c.integer("num_hidden_layers"),
+        num_layers=c.layers(),
         num_heads=heads,
         num_kv_heads=c.integer("num_key_value_heads", heads),
         rms_norm_eps=c.number("rms_norm_eps", 1e-6),
@@ -149,7 +157,7 @@ def read_rope(c: HFConfig, max_position: int) -> RopeScaling:
 
 def read_windows(c: HFConfig, default_first_layer: int) -> tuple[int, ...]:
     """Windows per layer as the Qwen families spell them: `layer_types`, or `max_window_layers` full layers at the bottom."""
-    layers = c.integer("num_hidden_layers")
+    layers = c.layers()
     window = c.data.get("sliding_window")
     if not c.flag("use_sliding_window"):
         window = None

@@ -20,7 +20,7 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     c.require("layer_types", types, len(types) <= 1, "the same attention in every layer")
     windows: tuple[int, ...] = ()
     if hf.get("sliding_window", DEFAULT_WINDOW) is not None:
-        windows = (c.integer("sliding_window", DEFAULT_WINDOW),) * c.integer("num_hidden_layers")
+        windows = (c.integer("sliding_window", DEFAULT_WINDOW),) * c.layers()
     return read_config(hf, "mistral", max_context=131072, sliding_window=windows)
 
 
