@@ -23,8 +23,8 @@ def command(
     save: Annotated[Path | None, typer.Option(help="Write the task graph to this file (for `mpk verify`).")] = None,
     text: Annotated[bool, typer.Option("--text", help="Print the task graph as text, a line for each task and event.")] = False,
     picture: Annotated[Path | None, typer.Option(help="Write a picture (SVG) of one layer's graph to this file.")] = None,
-    schedule: Annotated[Path | None, typer.Option(help="Write a picture (SVG) of one layer's schedule to this file.")] = None,
-    layer: Annotated[int, typer.Option(help="Layer that the pictures show.")] = 0,
+    schedule: Annotated[Path | None, typer.Option(help="Write a picture (SVG) of the whole schedule to this file.")] = None,
+    layer: Annotated[int, typer.Option(help="Layer that --picture shows.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Lower a model (without reading its weights) and report the graph."""
@@ -42,7 +42,7 @@ def command(
     if picture is not None:
         picture.write_text(draw.layer_svg(graph, layer))
     if schedule is not None:
-        schedule.write_text(draw.schedule_svg(graph, layer=layer))
+        schedule.write_text(draw.schedule_svg(graph))
     if json:
         print_json(report)
     elif text:

@@ -29,6 +29,6 @@ def command(
     elif fault is None:
         print(f"{graph}: valid, {len(loaded.tasks)} tasks, {len(loaded.events)} events, {loaded.num_workers} workers")
     else:
-        print(f"{graph}: refused: {fault.kind}: {fault.message}")
+        print(f"{graph}: refused: {fault.message}")
     if fault is not None:
         raise typer.Exit(1)
