@@ -112,6 +112,15 @@ def test_schedule_is_to_scale() -> None:
     assert len(places) == 10
     assert {"columns", "advance", "worker 0", "worker 1", "\u00b5s"} <= set(texts(svg))
     assert any("12 \u00b5s, workers busy 71 %" in t for t in texts(svg))
+    assert {"0", "2", "4", "6", "8", "10", "12"} <= set(texts(svg))
+
+
+def test_schedule_of_some_layers() -> None:
+    svg = schedule_svg(layered(), [1, 3, 2, 2, 1, 1, 1, 4, 1, 1], layers=(1, 1))
+    assert {int(title.split()[1].rstrip(":")) for title in boxes(svg)} == {6, 7, 8}
+    assert any(t.startswith("3 tasks, ") and "5 \u00b5s" in t for t in texts(svg))
+    with pytest.raises(GraphError, match="layers 5 to 6 have no tasks"):
+        schedule_svg(layered(), layers=(5, 6))
 
 
 def test_kinds_have_different_colours() -> None:

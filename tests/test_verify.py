@@ -70,6 +70,23 @@ def test_write_after_read(graph: SMTaskGraph) -> None:
                                     "but nothing makes it wait for that")
 
 
+def test_write_after_a_read_between_two_partial_writes() -> None:
+    """A reader of whole a between writes of its halves must still be waited for when the first half is written again."""
+    graph = small_graph()
+    graph.tasks = []
+    half, other, whole = Region("a", 0, 6), Region("a", 6, 12), Region("a", 0, 12)
+    for reads, writes, worker in (((), (whole,), 0), ((whole,), (), 0), ((), (half,), 0), ((whole,), (Region("d", 0, 12),), 0), ((), (other,), 0),
+                                  ((), (half,), 1), ((), (), 0)):
+        graph.add_task("columns", 0, (0, 1), reads, writes, worker=worker)
+    graph.tasks[6].kind = "advance"
+    graph.queues, graph.events = [[0, 1, 2, 3, 4, 6], [5]], []
+    graph.add_event([6], [0])
+    graph.add_event([2], [5])
+    graph.add_event([5], [6])
+    found = fault(graph, ("structure", "events", "deadlock", "step", "memory", "accesses"))
+    assert (found.kind, found.tasks, found.regions) == ("write-after-read", (3, 5), (whole, half))
+
+
 def test_write_after_write(graph: SMTaskGraph) -> None:
     graph.tasks[3].reads, graph.tasks[3].writes = (), (Region("a", 0, 6),)
     drop_wait(graph, 3, 1)

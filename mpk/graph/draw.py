@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from html import escape
+from math import floor, log10
 
 from mpk.errors import GraphError
 from mpk.graph.order import STEP_EVENT
 from mpk.graph.sm_task_graph import SMTaskGraph, Task, consumers_of_events
-from mpk.graph.tensor_graph import Operator
 
 FONT = "Inter, 'Helvetica Neue', Helvetica, Arial, sans-serif"
 INK, MUTED, LINE, PAPER, TRACK = "#1c2530", "#66717e", "#aab4bf", "#fcfcfa", "#eef0ef"
@@ -31,6 +31,21 @@ def colours(graph: SMTaskGraph) -> dict[str, tuple[str, str]]:
     """Task kind -> (fill, border), in order of first use."""
     kinds = dict.fromkeys(op.kind for op in graph.tensor_graph.operators)
     return {kind: PALETTE[i % len(PALETTE)] for i, kind in enumerate(kinds)}
+
+
+def _middle(colour: tuple[str, str]) -> str:
+    """Between fill and border: for boxes too small for a border."""
+    fill, border = ([int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in colour)
+    return "#" + "".join(f"{round(0.42 * a + 0.58 * b):02x}" for a, b in zip(fill, border, strict=True))
+
+
+def _amount(x: float) -> str:
+    """A number for people: no exponents, as many digits as help."""
+    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
 
 
 # ---- elements
@@ -64,10 +79,13 @@ def _document(width: float, height: float, parts: Iterable[str], title: str) -> 
     return "\n".join([head, arrow, _box(0, 0, width, height, PAPER, radius=0), *parts, "</svg>"]) + "\n"
 
 
-def _legend(graph: SMTaskGraph, kinds: Iterable[str], x: float, y: float) -> list[str]:
+def _legend(graph: SMTaskGraph, kinds: Iterable[str], small: bool) -> list[str]:
     parts = []
+    x, y = 24.0, 80.0
     for kind in kinds:
         fill, border = colours(graph)[kind]
+        if small:
+            fill = border = _middle((fill, border))
         parts += [_box(x, y - 9, 12, 12, fill, border, 2), _text(x + 18, y + 1, kind, 11, MUTED)]
         x += 34 + 6.4 * len(kind)
     return parts
@@ -159,7 +177,7 @@ def layer_svg(graph: SMTaskGraph, layer: int) -> str:
     parts = [_text(24, 34, name, 17, weight=600),
              _text(24, 54, f"{sum(map(len, plan.tasks.values()))} tasks of {len(operators)} operators on {graph.num_workers} workers of target "
                    f"{graph.target}, {graph.dtype} weights; a column is a worker, time runs down", 12, MUTED)]
-    parts += _legend(graph, dict.fromkeys(graph.tensor_graph.operators[o].kind for o in operators), 24, 80)
+    parts += _legend(graph, dict.fromkeys(graph.tensor_graph.operators[o].kind for o in operators), small=not plan.detailed)
     top = 112.0
     if plan.detailed:
         parts += [_text(plan.left + (w + 0.5) * plan.column, top - 8, f"worker {w}" if plan.column > 58 else str(w), 11, MUTED, "middle")
@@ -209,7 +227,7 @@ def _summed(graph: SMTaskGraph, marks: list[_Mark]) -> list[_Mark]:
     for same in groups.values():
         producers = {p.id: p for m in same for p in m.producers}
         consumers = {c.id: c for m in same for c in m.consumers}
-        label = f"{len(same)} event{'s' if len(same) > 1 else ''}, {sum(len(m.consumers) for m in same)} waits"
+        label = f"{_count(len(same), 'event')}, {_count(sum(len(m.consumers) for m in same), 'wait')}"
         out.append(_Mark(label, list(producers.values()), list(consumers.values()), same[0].outside, title=label))
     return out
 
@@ -232,26 +250,22 @@ def _row(plan: _Layer, op: int, top: float) -> list[str]:
     graph, operator = plan.graph, plan.graph.tensor_graph.operators[op]
     tasks = plan.tasks[op]
     fill, border = colours(graph)[operator.kind]
-    parts = [_text(24, top + 13, operator.name, 13, weight=600), _text(24, top + 28, _summary(operator, tasks), 10.5, MUTED)]
+    flow = f"{', '.join(i for i in operator.inputs if i != 'step') or 'step'} \u2192 {', '.join(operator.outputs)}"
+    tiles = max((t.tile_end for t in tasks), default=0)
+    parts = [_text(24, top + 6, operator.name, 13, weight=600), _text(24, top + 21, flow if len(flow) < 36 else flow[:35] + "\u2026", 10.5, MUTED),
+             _text(24, top + 35, f"{_count(tiles, 'tile')} in {_count(len(tasks), 'task')}", 10.5, MUTED)]
     for task in tasks:
         x, y, width = plan.place[task.id]
         title = f"task {task.id}: {operator.name} tiles {task.tile_begin} to {task.tile_end}, worker {task.worker}"
         if not plan.detailed:
-            parts.append(_box(x, y, max(width, 0.8), plan.box_height, border, radius=0.6, title=title))
+            parts.append(_box(x, y, max(width, 0.8), plan.box_height, _middle((fill, border)), radius=0.6, title=title))
             continue
         parts.append(_box(x, y, width, plan.box_height, fill, border, title=title))
         size = min(11.5, width / 4)
         parts.append(_text(x + width / 2, y + 15, f"t{task.id}", size, INK, "middle", 600))
-        tiles = f"{task.tile_begin}:{task.tile_end}"
-        parts.append(_text(x + width / 2, y + 28, tiles, min(10, width / (0.62 * max(len(tiles), 4))), MUTED, "middle"))
+        part = f"{task.tile_begin}:{task.tile_end}"
+        parts.append(_text(x + width / 2, y + 28, part, min(10, width / (0.62 * max(len(part), 4))), MUTED, "middle"))
     return parts
-
-
-def _summary(operator: Operator, tasks: list[Task]) -> str:
-    tiles = max((t.tile_end for t in tasks), default=0)
-    flow = f"{', '.join(i for i in operator.inputs if i != 'step') or 'step'} \u2192 {', '.join(operator.outputs)}"
-    short = flow if len(flow) < 26 else flow[:25] + "\u2026"
-    return f"{short}; {tiles} tiles in {len(tasks)}"
 
 
 def _wires(plan: _Layer, mark: _Mark, top: float) -> list[str]:
@@ -328,77 +342,106 @@ def start_times(graph: SMTaskGraph, durations: Sequence[float] | Mapping[int, fl
     return start, end
 
 
-def schedule_svg(graph: SMTaskGraph, durations: Sequence[float] | Mapping[int, float] | None = None, unit: str = "\u00b5s") -> str:
+def schedule_svg(graph: SMTaskGraph, durations: Sequence[float] | Mapping[int, float] | None = None, unit: str = "\u00b5s",
+                 layers: tuple[int, int] | None = None) -> str:
     """One row a worker, boxes coloured by task kind, gaps where a worker waits.
 
-    durations: time of each task by id, in `unit`; without, bytes moved stand for time. Raises `GraphError` for a graph without
-    queues or with a cycle.
+    durations: time of each task by id, in `unit`; without, bytes moved stand for time. layers: first and last layer shown,
+    else the whole step. Raises `GraphError` for a graph without queues, with a cycle, or without such layers.
     """
     if not graph.queues or not graph.tasks:
         raise GraphError("a graph without queues has no schedule", remedy="lower the model up to the pass 'event_fusion'")
     if durations is None:
         moved = [t.cost.weight_bytes + t.cost.activation_bytes for t in graph.tasks]
         least = 0.02 * sum(moved) / len(moved) or 1.0
-        durations, unit = [max(m, least) / 1e3 for m in moved], "kB moved"
+        size, unit = (1e6, "MB moved by a worker") if max(moved) > 2e5 else (1e3, "kB moved by a worker")
+        durations = [max(m, least) / size for m in moved]
     start, end = start_times(graph, durations)
-    total = max(end) or 1.0
-    left, room, top = 86.0, 1130.0, 108.0
-    height = 26.0 if graph.num_workers <= DETAIL_WORKERS else max(4.0, 560.0 / graph.num_workers)
-    pitch = height * 1.22
-    scale = room / total
-    busy = sum(e - s for s, e in zip(start, end, strict=True)) / (total * graph.num_workers)
-    name = f"{graph.tensor_graph.config.architecture}: one step on {graph.num_workers} workers"
+    picture = _Schedule(graph, start, end, layers)
+    what = "one step" if layers is None else f"layers {layers[0]} to {layers[1]} of one step"
+    name = f"{graph.tensor_graph.config.architecture}: {what} on {_count(graph.num_workers, 'worker')}"
     parts = [_text(24, 34, name, 17, weight=600),
-             _text(24, 54, f"{len(graph.tasks)} tasks, target {graph.target}, {graph.dtype} weights; {total:.4g} {unit}, workers busy "
-                   f"{100 * busy:.0f} %", 12, MUTED)]
-    parts += _legend(graph, dict.fromkeys(t.kind for t in graph.tasks), 24, 80)
-    every = max(1, round(14 / pitch)) if pitch < 14 else 1
-    for w in range(graph.num_workers):
-        y = top + w * pitch
-        parts.append(_box(left, y, room, height, TRACK, radius=1))
-        if w % every == 0:
-            parts.append(_text(left - 10, y + height / 2 + 4, f"worker {w}" if graph.num_workers <= DETAIL_WORKERS else str(w), 11, MUTED, "end"))
-    parts += _boxes(graph, start, end, left, top, pitch, height, scale)
-    bottom = top + graph.num_workers * pitch
-    parts += _axis(left, bottom + 4, room, total, unit)
-    return _document(left + room + 34, bottom + 46, parts, name)
+             _text(24, 54, f"{_count(len(picture.tasks), 'task')}, target {graph.target}, {graph.dtype} weights; {_amount(picture.span)} {unit}, "
+                   f"workers busy {100 * picture.busy():.0f} %", 12, MUTED)]
+    parts += _legend(graph, dict.fromkeys(graph.tasks[t].kind for t in picture.tasks), small=not picture.detailed)
+    parts += [*picture.rows(), *picture.boxes(), *picture.axis(unit)]
+    return _document(picture.left + picture.room + 34, picture.bottom + 46, parts, name)
 
 
-def _boxes(graph: SMTaskGraph, start: list[float], end: list[float], left: float, top: float, pitch: float, height: float,
-           scale: float) -> list[str]:
-    if len(graph.tasks) <= 3000:
+@dataclass
+class _Schedule:
+    """Geometry of the picture of a schedule."""
+
+    graph: SMTaskGraph
+    start: list[float]
+    end: list[float]
+    layers: tuple[int, int] | None
+    left: float = 86.0
+    room: float = 1130.0
+    top: float = 108.0
+
+    def __post_init__(self) -> None:
+        first, last = self.layers or (-1, max(op.layer for op in self.graph.tensor_graph.operators))
+        self.tasks = [t.id for t in self.graph.tasks if first <= self.graph.operator(t).layer <= last]
+        if not self.tasks:
+            raise GraphError(f"layers {first} to {last} have no tasks")
+        self.begin = min(self.start[t] for t in self.tasks)
+        self.span = max(self.end[t] for t in self.tasks) - self.begin or 1.0
+        self.detailed = len(self.tasks) <= 3000
+        self.height = 26.0 if self.graph.num_workers <= DETAIL_WORKERS else max(4.0, 560.0 / self.graph.num_workers)
+        self.pitch = self.height * 1.22
+        self.bottom = self.top + self.graph.num_workers * self.pitch
+
+    def busy(self) -> float:
+        """Share of the time of all workers that is spent in the tasks shown."""
+        return sum(self.end[t] - self.start[t] for t in self.tasks) / (self.span * self.graph.num_workers)
+
+    def x(self, time: float) -> float:
+        return self.left + (time - self.begin) / self.span * self.room
+
+    def rows(self) -> list[str]:
         parts = []
-        for worker, queue in enumerate(graph.queues):
-            for t in queue:
-                fill, border = colours(graph)[graph.tasks[t].kind]
-                x, width = left + start[t] * scale, (end[t] - start[t]) * scale
-                title = f"task {t}: {graph.operator(t).name}, {start[t]:.4g} to {end[t]:.4g}"
-                thin = width < 4
-                inset = min(0.5, width * 0.08)
-                parts.append(_box(x + inset, top + worker * pitch, max(width - 2 * inset, 0.4), height, border if thin else fill,
-                                  "none" if thin else border, 0 if thin else 2, title))
-                label = graph.operator(t).name
-                if height > 20 and width > 6.4 * len(label) + 8:
-                    parts.append(_text(x + width / 2, top + worker * pitch + height / 2 + 4, label, 10.5, INK, "middle"))
+        every = max(1, round(14 / self.pitch))
+        for w in range(self.graph.num_workers):
+            y = self.top + w * self.pitch
+            parts.append(_box(self.left, y, self.room, self.height, TRACK, radius=1))
+            if w % every == 0:
+                label = f"worker {w}" if self.graph.num_workers <= DETAIL_WORKERS else str(w)
+                parts.append(_text(self.left - 10, y + self.height / 2 + 4, label, 11, MUTED, "end"))
         return parts
-    paths: dict[str, list[str]] = {}  # one path a kind keeps tens of thousands of boxes small
-    for worker, queue in enumerate(graph.queues):
-        for t in queue:
-            x, width = left + start[t] * scale, max((end[t] - start[t]) * scale, 0.15)
-            paths.setdefault(graph.tasks[t].kind, []).append(
-                f"M{x:.2f} {top + worker * pitch:.1f}h{width:.2f}v{height:.1f}h{-width:.2f}z")
-    return [f'<path d="{"".join(d)}" fill="{colours(graph)[kind][1]}"/>' for kind, d in paths.items()]
 
+    def boxes(self) -> list[str]:
+        if self.detailed:
+            return [part for t in self.tasks for part in self._box(t)]
+        paths: dict[str, list[str]] = {}  # one path a kind keeps tens of thousands of boxes small
+        for t in self.tasks:
+            task = self.graph.tasks[t]
+            x, width = self.x(self.start[t]), max(self.x(self.end[t]) - self.x(self.start[t]), 0.15)
+            gap = min(0.4, 0.1 * width)
+            y = self.top + task.worker * self.pitch
+            paths.setdefault(task.kind, []).append(f"M{x:.2f} {y:.1f}h{width - gap:.2f}v{self.height:.1f}h{gap - width:.2f}z")
+        return [f'<path d="{"".join(d)}" fill="{_middle(colours(self.graph)[kind])}"/>' for kind, d in paths.items()]
 
-def _axis(left: float, y: float, room: float, total: float, unit: str) -> list[str]:
-    step = 10.0 ** len(str(int(total))) if total >= 1 else 1.0
-    while total / step < 5:
-        step /= 2 if str(step).startswith(("1", "0.1", "0.01")) else 2.5 if str(step).lstrip("0.").startswith("5") else 2
-    parts = []
-    at = 0.0
-    while at <= total * 1.0001:
-        x = left + at / total * room
-        parts.append(f'<path d="M{_number(x)} {_number(y)}v5" stroke="{LINE}"/>')
-        parts.append(_text(x, y + 18, f"{at:.4g}", 10.5, MUTED, "middle"))
-        at += step
-    return [*parts, _text(left + room, y + 34, unit, 10.5, MUTED, "end")]
+    def _box(self, t: int) -> list[str]:
+        task, label = self.graph.tasks[t], self.graph.operator(t).name
+        colour = colours(self.graph)[task.kind]
+        x, y = self.x(self.start[t]), self.top + task.worker * self.pitch
+        width = self.x(self.end[t]) - x
+        title = f"task {t}: {label}, {self.start[t]:.4g} to {self.end[t]:.4g}"
+        inset = min(0.5, width * 0.08)
+        fill, border, radius = (_middle(colour), "none", 0.0) if width < 4 else (*colour, 2.0)
+        parts = [_box(x + inset, y, max(width - 2 * inset, 0.4), self.height, fill, border, radius, title)]
+        if self.height > 20 and width > 6.4 * len(label) + 8:
+            parts.append(_text(x + width / 2, y + self.height / 2 + 4, label, 10.5, INK, "middle"))
+        return parts
+
+    def axis(self, unit: str) -> list[str]:
+        step = 10.0 ** floor(log10(self.span))
+        step = next(s for s in (step / 10, step / 5, step / 2, step, 2 * step) if self.span / s <= 8)
+        y = self.bottom + 4
+        parts = []
+        for i in range(int(self.span / step * 1.0001) + 1):
+            x = self.left + i * step / self.span * self.room
+            parts.append(f'<path d="M{_number(x)} {_number(y)}v5" stroke="{LINE}"/>')
+            parts.append(_text(x, y + 18, _amount(i * step), 10.5, MUTED, "middle"))
+        return [*parts, _text(self.left + self.room, y + 34, unit, 10.5, MUTED, "end")]

@@ -142,7 +142,7 @@ class _Needs:
 
 # ---- one buffer at a time
 class _Readers:
-    """Tasks that read one region, and which of its segments have been written since."""
+    """Tasks that read one region, and which of its segments have been written since the last of them."""
 
     __slots__ = ("latest", "tasks", "written")
 
@@ -198,7 +198,7 @@ class _BufferScan:
         if readers is None:
             readers = self.readers[region.buffer][region] = _Readers()
         readers.tasks.append(task.id)
-        readers.latest = None
+        readers.latest = readers.written = None
         return None
 
     def _must_be_written(self, region: Region) -> bool:

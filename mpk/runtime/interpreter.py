@@ -97,6 +97,8 @@ class ReferenceProgram:
     them, and so is what is stored in caches. max_batch, max_context: sequences and positions there is cache for.
     order_seed: run every step in a random allowed order instead of the sequential one. share_memory: place buffers as the
     memory plan says, so that a wrong plan gives wrong results; otherwise each has memory of its own.
+
+    Raises `GraphError` for shared memory on a target whose activations are not 4 bytes wide: here every array is float32.
     """
 
     def __init__(self, graph: SMTaskGraph, source: WeightSource, max_batch: int = 1, max_context: int | None = None,
@@ -105,6 +107,10 @@ class ReferenceProgram:
         self.max_batch = max_batch
         self.max_context = max_context or min(graph.tensor_graph.config.max_context, 1024)
         self.order_seed, self.share_memory = order_seed, share_memory
+        narrow = next((n for n in graph.arena if graph.buffers[n].element_bytes != 4), None)
+        if share_memory and narrow is not None:
+            raise GraphError(f"buffer {narrow} with elements of {graph.buffers[narrow].element_bytes} bytes", expected="4 to share memory",
+                             remedy="lower the model for target cpp")
         self.steps = 0
         self._weights: dict[str, np.ndarray] = {}
         self.reset()

@@ -21,7 +21,10 @@ MAX_ROWS = 2
 
 
 class ColumnsKind(TaskKind):
-    """Reads `op.inputs` (attribute "whole": all columns, else the tile's share) and writes the tile's share of `op.outputs`."""
+    """Reads `op.inputs` (attributes "whole0", ...: all columns, else the tile's share) and writes the tile's share of `op.outputs`.
+
+    Shares are of all columns, or of those from attribute "first" to "last".
+    """
 
     operands = ("input", "output")
 
@@ -35,8 +38,9 @@ class ColumnsKind(TaskKind):
         return {**({"input": op.inputs[0]} if op.inputs else {}), "output": op.outputs[0]}
 
     def _share(self, op: Operator, graph: TensorGraph, buffer: str, begin: int, end: int) -> Region:
-        columns, tiles = graph.values[buffer].columns, self.tiles(op, graph)
-        return Region(buffer, begin * columns // tiles, end * columns // tiles)
+        first, last = int(op.attrs.get("first", 0)), int(op.attrs.get("last", graph.values[buffer].columns))
+        tiles = self.tiles(op, graph)
+        return Region(buffer, first + begin * (last - first) // tiles, first + end * (last - first) // tiles)
 
     def reads(self, op: Operator, graph: TensorGraph, begin: int, end: int) -> tuple[Region, ...]:
         return tuple(Region(b, 0, graph.values[b].columns) if op.attrs[f"whole{i}"] else self._share(op, graph, b, begin, end)
@@ -68,9 +72,11 @@ class Shape:
     operators: tuple[int, int] = (3, 5)
     workers: tuple[int, int] = (2, 3)
     tiles: tuple[int, int] = (1, 3)
-    buffers: int = 4
+    buffers: int = 8  # at most
     reuse_name: float = 0.3  # probability that an operator writes a buffer that exists already
     cache: float = 0.4  # probability that an operator's output is a cache, which lives across steps
+    partial: float = 0.5  # probability that an operator that writes an existing buffer writes some of its columns only
+    whole: float = 0.6  # probability that an operator reads all columns of an input
 
 
 def random_graph(seed: int, shape: Shape | None = None) -> SMTaskGraph:
@@ -102,7 +108,7 @@ def _operators(rng: random.Random, shape: Shape) -> TensorGraph:
     for n in range(count):
         tiles = rng.randint(*shape.tiles)
         inputs = rng.sample(readable, min(len(readable), rng.randint(1, 2))) if readable else []
-        if readable and rng.random() < shape.reuse_name:
+        if readable and (len(readable) >= shape.buffers or rng.random() < shape.reuse_name):
             output = rng.choice(readable)
         else:
             output = f"b{n}"
@@ -110,9 +116,12 @@ def _operators(rng: random.Random, shape: Shape) -> TensorGraph:
             tensors.values[output] = Value(output, 12, "positions" if kind == "cache" else "tokens", kind)
             readable.append(output)
         attrs: dict[str, Scalar] = {"tiles": tiles}
+        if output != f"b{n}" and rng.random() < shape.partial:
+            first, last = rng.choice(((0, 6), (6, 12), (3, 9)))
+            attrs |= {"first": first, "last": last}
         for i, b in enumerate(inputs):
             # tasks of one operator are independent: what it updates in place it reads by shares only
-            attrs[f"whole{i}"] = b != output and rng.random() < 0.6
+            attrs[f"whole{i}"] = b != output and rng.random() < shape.whole
         weights = {}
         if rng.random() < 0.5:
             tensors.weights[f"w{n}"] = Weight(f"w{n}", (tiles, 16))

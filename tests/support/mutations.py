@@ -30,6 +30,19 @@ def copy_graph(graph: SMTaskGraph) -> SMTaskGraph:
                    queues=[list(q) for q in graph.queues], arena=dict(graph.arena), weight_offsets=dict(graph.weight_offsets))
 
 
+def without_producer(graph: SMTaskGraph, event: int, producer: int) -> SMTaskGraph:
+    """A copy in which `event` no longer needs `producer`; nobody waits for an event that has no producer left."""
+    out = copy_graph(graph)
+    changed = out.events[event]
+    out.tasks[producer].signals = _without(out.tasks[producer].signals, event)
+    changed.producers = _without(changed.producers, producer)
+    changed.threshold = len(changed.producers)
+    if not changed.producers:
+        for task in out.tasks:
+            task.waits = tuple(e for e in task.waits if e != event)
+    return out
+
+
 def _waiting(rng: random.Random, graph: SMTaskGraph) -> Task | None:
     tasks = [t for t in graph.tasks if t.waits]
     return rng.choice(tasks) if tasks else None
@@ -105,6 +118,8 @@ def double_producer(rng: random.Random, graph: SMTaskGraph) -> bool:
 def drop_producer(rng: random.Random, graph: SMTaskGraph) -> bool:
     """Consistently: the event forgets a producer, and with probability its threshold follows."""
     task, event = _signalling(rng, graph)
+    if task.id not in graph.events[event].producers:  # taken out by another damage
+        return False
     task.signals = _without(task.signals, event)
     graph.events[event].producers = _without(graph.events[event].producers, task.id)
     graph.events[event].threshold -= rng.random() < 0.8
@@ -114,7 +129,7 @@ def drop_producer(rng: random.Random, graph: SMTaskGraph) -> bool:
 def exchange_producer(rng: random.Random, graph: SMTaskGraph) -> bool:
     task, event = _signalling(rng, graph)
     other = rng.choice(graph.tasks)
-    if other.id in graph.events[event].producers:
+    if other.id in graph.events[event].producers or task.id not in graph.events[event].producers:
         return False
     task.signals = _without(task.signals, event)
     other.signals += (event,)
