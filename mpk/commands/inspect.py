@@ -58,6 +58,7 @@ def describe(graph: SMTaskGraph, name: str, seconds: float) -> dict[str, Any]:
     return {
         "model": name, "target": graph.target, "dtype": graph.dtype, "max_rows": graph.max_rows, **graph.statistics(),
         "operators_per_kind": dict(operators),
+        "events_before_fusion": graph.events_before_fusion,
         "packed_weight_bytes": graph.weight_bytes,
         "activation_bytes": sum(b.row_bytes * (1 if b.rows == "step" else graph.max_rows)
                                 for b in graph.buffers.values() if b.kind == "activation"),
@@ -81,7 +82,8 @@ def _print(report: dict[str, Any]) -> None:
     table.add_row("all", str(report["operators"]), str(report["tasks"]))
     console.print(table)
     rows = [
-        ("events", f"{report['events']}, {report['signals']} signals, {report['waits']} waits"),
+        ("events", f"{report['events']} (before fusion {report['events_before_fusion']}), {report['signals']} signals, "
+                   f"{report['waits']} waits"),
         ("critical path", f"{report['critical_path_tasks']} tasks"),
         ("weights", f"{report['packed_weight_bytes'] / 1e6:.1f} MB packed"),
         ("activations", f"{report['activation_bytes'] / 1e6:.1f} MB in an arena of {report['arena_bytes'] / 1e6:.1f} MB "

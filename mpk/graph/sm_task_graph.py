@@ -117,6 +117,7 @@ class SMTaskGraph:
     weight_bytes: int = 0
     param_offsets: dict[str, int] = field(default_factory=dict)  # packed float32 parameters: operator name -> byte offset
     limits: MachineLimits | None = None
+    events_before_fusion: int = 0  # tasks that another task needs: one event each, if none were fused
     notes: list[str] = field(default_factory=list)  # what each pass did or declined, one line each, with numbers
     model: Any = field(default=None, repr=False, compare=False)  # where the weights come from (mpk.frontend.LoadedModel); not saved
     # task -> sets of tasks it needs, before event fusion makes events of them (tasks with the same needs share a set)

@@ -18,6 +18,7 @@ from mpk.targets.hardware import Target
 def run(graph: SMTaskGraph, target: Target) -> SMTaskGraph:
     """Fill `graph.events` and every task's waits and signals; empties `graph.dependencies`."""
     before = len(frozenset().union(*{s for sets in graph.dependencies.values() for s in sets}))
+    graph.events_before_fusion = before
     needs = _minimal_needs(graph)
     needs = _merge_crowded(graph, needs, target.max_signals_per_task)
     _make_events(graph, needs)

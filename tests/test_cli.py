@@ -1,0 +1,154 @@
+"""The commands as a user types them: output, JSON, exit codes, one line for a wrong input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model saved by transformers, without a tokenizer."""
+    pytest.importorskip("transformers")
+    from tests.support.models import tiny_model
+
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("llama").save_pretrained(folder)
+    return folder
+
+
+def mpk(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "mpk", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=250,
+                          env={**os.environ, **environment})
+
+
+def refusal(*arguments: str, **environment: str) -> str:
+    done = mpk(*arguments, **environment)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stdout == ""
+    assert done.stderr.startswith("mpk: ") and done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def test_generate_prints_one_json_object_with_ids_and_text() -> None:
+    done = mpk("generate", "--prompt", "The capital of France is", "--max-new-tokens", "8", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert {"target", "model", "prompt_tokens", "tokens", "text", "first_token_ms", "ms_per_token"} <= set(report)
+    assert report["target"] == "cpp" and len(report["tokens"]) == 8 and "Paris" in report["text"]
+    assert 0 < report["ms_per_token"] < 1000
+
+
+def test_generate_streams_text_and_ends_with_a_summary(tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("Once upon a time")
+    done = mpk("generate", "--prompt-file", str(prompt), "--max-new-tokens", "6", "--temperature", "0.8", "--top-k", "40", "--seed", "7")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("[6 tokens, first after") and last.endswith("tokens per second]")
+    again = mpk("generate", "--prompt-file", str(prompt), "--max-new-tokens", "6", "--temperature", "0.8", "--top-k", "40", "--seed", "7")
+    assert again.stdout == done.stdout
+
+
+@pytest.mark.parametrize(("arguments", "text"), [
+    (("generate", "--model", "/no/such/model"), "no model '/no/such/model'"),
+    (("generate", "--target", "h9000"), "target 'h9000'; known targets: auto, cpp, h100, h200"),
+    (("generate", "--prompt", ""), "the prompt is empty"),
+    (("generate", "--prompt", "a", "--prompt-file", "b"), "--prompt and --prompt-file, expected only one of them"),
+    (("generate", "--prompt-file", "/no/such/file"), "prompt file /no/such/file"),
+    (("generate", "--prompt", "a", "--temperature", "-1"), "temperature, expected a number from 0, got -1.0"),
+    (("generate", "--prompt", "a", "--top-p", "1.5"), "top_p, expected a number above 0 up to 1, got 1.5"),
+    (("generate", "--prompt", "a", "--max-new-tokens", "0"), "max_new_tokens, expected a whole number from 1, got 0"),
+    (("generate", "--prompt", "a", "--max-new-tokens", "100000"), "prompt and new tokens, expected at most 8192 (the context)"),
+    (("generate", "--prompt", "a", "--dtype", "int3"), "dtype 'int3', expected bf16 or f32"),
+    (("generate", "--prompt", "a", "--workers", "0"), "workers 0, expected 1 or more"),
+    (("inspect", "no-such-shape"), "no-such-shape"),
+    (("bench", "--model", "SmolLM2-135M", "--batch", "0"), "--batch 0, expected positive numbers"),
+    (("bench", "--model", "SmolLM2-135M", "--context", "9999999"), "--context 9999999, expected"),
+    (("bench", "--model", "SmolLM2-135M", "--against", "nobody"), "--against nobody, expected"),
+    (("verify", "/no/such/graph.mpk"), "/no/such/graph.mpk"),
+])
+def test_a_wrong_input_is_refused_in_one_line(arguments: tuple[str, ...], text: str) -> None:
+    assert text in refusal(*arguments)
+
+
+def test_a_model_without_tokenizer_is_refused_by_generate(small_folder: Path) -> None:
+    assert "has no tokenizer" in refusal("generate", "--model", str(small_folder), "--prompt", "a")
+
+
+def test_an_unwritable_cache_and_a_missing_compiler_are_refused(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    assert "MPK_CACHE" in refusal("generate", "--prompt", "a", MPK_CACHE=str(blocked))
+    line = refusal("generate", "--prompt", "a", MPK_CACHE=str(tmp_path / "cache"), CXX="no-such-compiler")
+    assert "C++ compiler 'no-such-compiler'" in line
+
+
+def test_inspect_reports_saves_and_draws_and_verify_accepts(tmp_path: Path, small_folder: Path) -> None:
+    saved, picture, schedule = tmp_path / "g.mpk", tmp_path / "layer.svg", tmp_path / "schedule.svg"
+    done = mpk("inspect", str(small_folder), "--workers", "3", "--json", "--save", str(saved), "--picture", str(picture), "--schedule",
+               str(schedule))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["workers"] == 3 and report["tasks"] == sum(report["tasks_per_kind"].values())
+    assert report["events"] < report["events_before_fusion"]
+    assert report["critical_path_tasks"] > 0 and report["memory"]
+    assert picture.read_text().startswith("<svg") and schedule.read_text().startswith("<svg")
+    checked = mpk("verify", str(saved), "--json")
+    assert checked.returncode == 0 and json.loads(checked.stdout)["valid"] is True
+
+
+def test_verify_names_the_first_fault_of_a_saved_graph(tmp_path: Path, small_folder: Path) -> None:
+    from mpk.compiler import Compiler
+
+    graph = Compiler("cpp", workers=3).lower_model(str(small_folder))
+    victim = next(t for t in graph.tasks if graph.operator(t).name == "l1.down" and t.waits)
+    victim.waits = ()
+    graph.save(str(tmp_path / "broken.mpk"))
+    done = mpk("verify", str(tmp_path / "broken.mpk"))
+    assert done.returncode == 1
+    assert "read-after-write" in done.stdout and f"task {victim.id}" in done.stdout and "l1.mlp" in done.stdout
+
+
+def test_trace_writes_a_perfetto_file_with_every_operator(tmp_path: Path) -> None:
+    output = tmp_path / "trace.json"
+    done = mpk("trace", "--output", str(output), "--steps", "2", "--context", "5", "--json")
+    assert done.returncode == 0, done.stderr
+    events = json.loads(output.read_text())["traceEvents"]
+    names = {e["name"] for e in events if e["ph"] == "X"}
+    assert {"l0.qkv", "l29.down", "logits", "sample", "advance"} <= names
+    assert any(n.startswith("wait ") for n in names)
+    assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")
+    assert json.loads(done.stdout)["per_operator"]["gate_up"]["run_us"] > 0
+
+
+def test_targets_lists_figures_with_sources() -> None:
+    targets = {t["name"]: t for t in json.loads(mpk("targets", "--json").stdout)}
+    assert {"cpp", "h100", "h200"} <= set(targets)
+    for target in targets.values():
+        for figure in target["figures"].values():
+            assert figure["source"].split(":")[0] in ("measured", "cited", "guessed", "0") and figure["date"]
+
+
+def test_bench_prints_a_line_a_measurement(tmp_path: Path) -> None:
+    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 131, "hidden_size": 72, "intermediate_size": 104, "num_hidden_layers": 2,
+              "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 128, "rms_norm_eps": 1e-5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    out = tmp_path / "results.jsonl"
+    done = mpk("bench", "--model", str(tmp_path / "config.json"), "--target", "cpp", "--batch", "1,2", "--context", "40", "--repeats", "1",
+               "--json", "--output", str(out))
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(text) for text in done.stdout.splitlines()]
+    keys = {"system", "model", "target", "device", "tp", "dtype", "batch", "context", "ms_per_token", "q1", "q3", "floor_ms", "ratio",
+            "commit", "date"}
+    assert [line["batch"] for line in lines] == [1, 2] and all(keys <= set(line) for line in lines)
+    assert all(line["q1"] <= line["ms_per_token"] <= line["q3"] for line in lines)
+    assert len(out.read_text().splitlines()) == 2
