@@ -6,6 +6,7 @@
 #include <thread>
 #include <vector>
 
+#include "mpk/matmul.hpp"
 #include "task_kinds.hpp"
 
 namespace {
@@ -44,8 +45,12 @@ extern "C" double read_bandwidth(const unsigned char* memory, int64_t bytes, int
     const int64_t begin = bytes / threads * t, end = bytes / threads * (t + 1);
     mpk::Vec<mpk::kLanes> sums[8] = {};
     const int step = 8 * sizeof(sums[0]);
-    for (int64_t i = begin; i + step <= end; i += step)
-      for (int j = 0; j < 8; ++j) sums[j] = sums[j] + mpk::load<mpk::kLanes>(reinterpret_cast<const float*>(memory + i) + j * mpk::kLanes);
+    for (int64_t i = begin; i + step <= end; i += step) {
+      const float* at = reinterpret_cast<const float*>(memory + i);
+      MPK_UNROLL
+      for (int j = 0; j < 8; ++j) sums[j] = sums[j] + mpk::load<mpk::kLanes>(at + j * mpk::kLanes);
+    }
+    MPK_UNROLL
     for (int j = 1; j < 8; ++j) sums[0] = sums[0] + sums[j];
     sink = mpk::sum_lanes(sums[0]);
   });
@@ -55,13 +60,17 @@ extern "C" double read_bandwidth(const unsigned char* memory, int64_t bytes, int
 // GFLOP/s of multiply-adds on registers alone.
 extern "C" double peak_rate(int threads, int repeats) {
   static std::atomic<float> sink;
-  constexpr int chains = 12, count = 20'000'000;
+  constexpr int chains = 12, count = 2'000'000;
   const double time = median_time(threads, repeats, [&](int t) {
     mpk::Vec<mpk::kLanes> acc[chains];
+    MPK_UNROLL
     for (int j = 0; j < chains; ++j) acc[j] = mpk::splat<mpk::kLanes>(float(t + j));
     const auto factor = mpk::splat<mpk::kLanes>(0.999f), term = mpk::splat<mpk::kLanes>(0.1f);
-    for (int i = 0; i < count; ++i)
+    for (int i = 0; i < count; ++i) {
+      MPK_UNROLL
       for (int j = 0; j < chains; ++j) acc[j] = mpk::fma(acc[j], factor, term);
+    }
+    MPK_UNROLL
     for (int j = 1; j < chains; ++j) acc[0] = acc[0] + acc[j];
     sink = mpk::sum_lanes(acc[0]);
   });

@@ -17,10 +17,11 @@ STEPS: tuple[Segments, ...] = (
 def _case(heads: int, kv_heads: int, head_dim: int, window: int = 0, splits: int = 1) -> Case:
     label = f"attention {heads}/{kv_heads}x{head_dim} window {window} splits {splits}"
     out = heads * (head_dim if splits == 1 else splits * (head_dim + 2))
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     return case(label, "attention", config(heads=heads, kv_heads=kv_heads, head_dim=head_dim),
-                {"q": heads * head_dim, "kv": 2 * kv_heads * head_dim}, {"out": out}, {},
-                {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "window": window, "scale": head_dim**-0.5, "splits": splits},
-                STEPS)
+                inputs={"q": heads * head_dim, "kv": 2 * kv_heads * head_dim}, outputs={"out": out}, weights={},
+                attrs={**sizes, "window": window, "scale": head_dim**-0.5, "splits": splits},
+                steps=STEPS)
 
 
 CASES = (

@@ -46,12 +46,14 @@ inline void load_queries(const Context& c, const Instruction& i, int kv_head, co
       store(m.q + r * m.group * head_dim + d, load<N>(q + int64_t(b.row + r) * V::heads * head_dim + d) * splat<N>(float(V::scale)));
 }
 
-// The block's softmax over one page, merged into the chain so far; `valid` tokens of the page exist for the last row.
+// The block's softmax over one page, merged into the chain so far; `valid` tokens of the page exist for the last row. The
+// chain's next page lies `ahead` bytes on: its keys are fetched while these are in use, then its values.
 template <class V, class W>
-inline void attend_page(const W* keys, int page_position, int valid, const Block& b, Memory<V>& m) {
+inline void attend_page(const W* keys, int64_t ahead, int page_position, int valid, const Block& b, Memory<V>& m) {
   constexpr int head_dim = m.head_dim, full = head_dim / kPanel;
   const int queries = b.rows * m.group, key_panels = divide_up(valid, kPanel), columns = key_panels * kPanel;
-  product<W>(keys, int64_t(kPanel) * head_dim, key_panels, head_dim, m.q, head_dim, queries, m.scores, KV_PAGE_TOKENS);
+  product<W>(keys, int64_t(kPanel) * head_dim, key_panels, head_dim, m.q, head_dim, queries, m.scores, KV_PAGE_TOKENS,
+             true, ahead);
   for (int n = 0; n < queries; ++n) {
     const int in_page = b.position + n / m.group - page_position;  // the query's own place, counted from the page's first token
     const int end = in_page + 1 < valid ? in_page + 1 : valid;
@@ -68,10 +70,10 @@ inline void attend_page(const W* keys, int page_position, int valid, const Block
   const W* values = keys + KV_PAGE_TOKENS * head_dim;
   const int tokens = int(round_up(valid, 2));
   if constexpr (full > 0)
-    product<W>(values, KV_PAGE_TOKENS * kPanel, full, tokens, m.scores, KV_PAGE_TOKENS, queries, m.sums, head_dim, false);
+    product<W>(values, KV_PAGE_TOKENS * kPanel, full, tokens, m.scores, KV_PAGE_TOKENS, queries, m.sums, head_dim, false, ahead);
   if constexpr (head_dim % kPanel != 0)
     product<W, 8>(values + KV_PAGE_TOKENS * kPanel * full, 0, 1, tokens, m.scores, KV_PAGE_TOKENS, queries, m.sums + full * kPanel,
-                  head_dim, false);
+                  head_dim, false, ahead);
 }
 
 // Chain `chain` of the block: sums, max and total over the pages that belong to it.
@@ -82,11 +84,15 @@ inline void attend_chain(const Context& c, const Instruction& i, int kv_head, co
   for (int n = 0; n < queries; ++n) m.max[n] = -INFINITY, m.total[n] = 0.0f;
   for (int d = 0; d < queries * m.head_dim; ++d) m.sums[d] = 0.0f;
   const int last = b.position + b.rows - 1, first = V::window > 0 && b.position >= V::window ? b.position - int(V::window) + 1 : 0;
+  constexpr int splits = int(V::splits);
+  const int first_page = first / KV_PAGE_TOKENS, last_page = last / KV_PAGE_TOKENS;
   const int32_t* pages = c.page_table + int64_t(b.slot) * c.max_pages;
-  for (int p = first / KV_PAGE_TOKENS; p <= last / KV_PAGE_TOKENS; ++p) {
-    if (p % int(V::splits) != chain) continue;
+  const auto keys_of = [&](int p) { return kv_page<W>(c, i.layer, pages[p], kv_head, int(V::kv_heads), m.head_dim); };
+  for (int p = first_page + (chain + splits - first_page % splits) % splits; p <= last_page; p += splits) {
     const int begin = p * KV_PAGE_TOKENS, valid = last + 1 - begin < KV_PAGE_TOKENS ? last + 1 - begin : KV_PAGE_TOKENS;
-    attend_page<V>(kv_page<W>(c, i.layer, pages[p], kv_head, int(V::kv_heads), m.head_dim), begin, valid, b, m);
+    const W* keys = keys_of(p);
+    const int64_t ahead = p + splits <= last_page ? int64_t(keys_of(p + splits) - keys) * int64_t(sizeof(W)) : kPrefetchBytes;
+    attend_page<V>(keys, ahead, begin, valid, b, m);
   }
 }
 
@@ -111,7 +117,8 @@ inline void attend_split(const Context& c, const Instruction& i, int kv_head, in
     const int row = b.row + n / m.group, in_group = n % m.group;
     const float* sums = m.sums + n * m.head_dim;
     if constexpr (V::splits == 1)
-      finish_row(m.head_dim, sums, m.total[n], operand<float>(c, i, 1) + (int64_t(row) * V::heads + kv_head * m.group + in_group) * m.head_dim);
+      finish_row(m.head_dim, sums, m.total[n],
+                 operand<float>(c, i, 1) + (int64_t(row) * V::heads + kv_head * m.group + in_group) * m.head_dim);
     else
       write_partial<V>(partial<V>(c, i, row, kv_head, split, in_group), sums, m.max[n], m.total[n]);
   }
@@ -126,7 +133,8 @@ inline void attend_owned(const Context& c, const Instruction& i, int kv_head, in
   for (int chain = 0; chain < V::splits; ++chain) {
     attend_chain<V>(c, i, kv_head, b, chain, m);
     for (int n = 0; n < queries; ++n)
-      merge_partial(m.head_dim, m.merged + n * m.head_dim, m.merged_max[n], m.merged_total[n], m.sums + n * m.head_dim, m.max[n], m.total[n]);
+      merge_partial(m.head_dim, m.merged + n * m.head_dim, m.merged_max[n], m.merged_total[n], m.sums + n * m.head_dim, m.max[n],
+                    m.total[n]);
   }
   for (int n = 0; n < queries; ++n) {
     finish_row(m.head_dim, m.merged + n * m.head_dim, m.merged_total[n], m.sums);

@@ -8,9 +8,10 @@ from mpk.tasks.case import Case, case, config
 
 def _case(heads: int, kv_heads: int, head_dim: int, splits: int) -> Case:
     return case(f"attention_combine {heads}/{kv_heads}x{head_dim} splits {splits}", "attention_combine",
-                config(heads=heads, kv_heads=kv_heads, head_dim=head_dim), {"partial": heads * splits * (head_dim + 2)},
-                {"out": heads * head_dim}, {},
-                {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "window": 0, "scale": head_dim**-0.5, "splits": splits}, STEPS)
+                config(heads=heads, kv_heads=kv_heads, head_dim=head_dim), inputs={"partial": heads * splits * (head_dim + 2)},
+                outputs={"out": heads * head_dim}, weights={},
+                attrs={"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "window": 0, "scale": head_dim**-0.5, "splits": splits},
+                steps=STEPS)
 
 
 CASES = (_case(9, 3, 64, 2), _case(16, 2, 24, 3), _case(2, 1, 40, 2), _case(4, 2, 8, 7))

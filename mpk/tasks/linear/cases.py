@@ -8,7 +8,7 @@ from mpk.tasks.case import ROW_COUNTS, Case, Segments, case, config
 MIXED: Segments = ((1, 4, 1), (0, 0, 5), (2, 9, 3))
 
 
-def _case(n: int, k: int, epilogue: str = "store", norm: bool = False, bias: bool = False, gather: bool = False) -> Case:
+def _case(n: int, k: int, epilogue: str = "store", *, norm: bool = False, bias: bool = False, gather: bool = False) -> Case:
     names = ("gate", "up") if epilogue == "swiglu" else ("weight",)
     weights: dict[str, dict[str, tuple[int, ...]]] = {"weight": {name: (n, k) for name in names}}
     if norm:
@@ -18,8 +18,8 @@ def _case(n: int, k: int, epilogue: str = "store", norm: bool = False, bias: boo
     residual = epilogue == "residual"
     attrs: dict[str, Scalar] = {"n": n, "k": k, "eps": 1e-5 if norm else 0.0, "epilogue": epilogue, "gather_logit_rows": gather}
     label = f"linear {n}x{k} {epilogue}" + " norm" * norm + " bias" * bias + " gather" * gather
-    return case(label, "linear", config(), {"input": k, "x": n} if residual else {"input": k}, {"x" if residual else "out": n}, weights,
-                attrs, (*ROW_COUNTS, MIXED))
+    return case(label, "linear", config(), inputs={"input": k, "x": n} if residual else {"input": k},
+                outputs={"x" if residual else "out": n}, weights=weights, attrs=attrs, steps=(*ROW_COUNTS, MIXED))
 
 
 CASES = (

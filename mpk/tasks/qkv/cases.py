@@ -7,7 +7,7 @@ from mpk.tasks.case import ROW_COUNTS, Case, Segments, case, config
 PAGES: Segments = ((2, 62, 1), (0, 60, 9), (1, 127, 2))  # decode rows and a chunk around the edges of pages
 
 
-def _case(hidden: int, heads: int, kv_heads: int, head_dim: int, norm: bool = True, bias: bool = False, head_norm: bool = False) -> Case:
+def _case(hidden: int, heads: int, kv_heads: int, head_dim: int, *, norm: bool = True, bias: bool = False, head_norm: bool = False) -> Case:
     rows = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
     weights: dict[str, dict[str, tuple[int, ...]]] = {"weight": {name: (n, hidden) for name, n in rows.items()}}
     if norm:
@@ -17,9 +17,11 @@ def _case(hidden: int, heads: int, kv_heads: int, head_dim: int, norm: bool = Tr
     if head_norm:
         weights["q_norm"], weights["k_norm"] = {"q.norm": (head_dim,)}, {"k.norm": (head_dim,)}
     label = f"qkv {hidden} {heads}/{kv_heads}x{head_dim}" + " norm" * norm + " bias" * bias + " head_norm" * head_norm
-    return case(label, "qkv", config(hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim), {"hidden": hidden, "rope": head_dim},
-                {"queries": heads * head_dim, "kv": 2 * kv_heads * head_dim}, weights,
-                {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "hidden": hidden, "eps": 1e-6}, (*ROW_COUNTS, PAGES))
+    return case(label, "qkv", config(hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim),
+                inputs={"hidden": hidden, "rope": head_dim},
+                outputs={"queries": heads * head_dim, "kv": 2 * kv_heads * head_dim}, weights=weights,
+                attrs={"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "hidden": hidden, "eps": 1e-6},
+                steps=(*ROW_COUNTS, PAGES))
 
 
 CASES = (

@@ -7,8 +7,8 @@ from mpk.tasks.case import Case, case, config
 
 
 def _case(label: str, head_dim: int, rope: RopeScaling) -> Case:
-    return case(f"rope_table {label}", "rope_table", config(head_dim=head_dim, rope=rope), {"step": 1}, {"rope": head_dim}, {},
-                {"head_dim": head_dim}, (((0, 0, 1),), ((0, 0, 7), (1, 500, 2))))
+    return case(f"rope_table {label}", "rope_table", config(head_dim=head_dim, rope=rope), inputs={"step": 1},
+                outputs={"rope": head_dim}, weights={}, attrs={"head_dim": head_dim}, steps=(((0, 0, 1),), ((0, 0, 7), (1, 500, 2))))
 
 
 CASES = (
