@@ -32,16 +32,22 @@ class Compiler:
     """
 
     def __init__(self, target_hardware: str = "auto", tensor_parallel_size: int = 1, enable_cross_op_pipelining: bool = True,
-                 dtype: str = "bf16", max_rows: int = 256, max_batch: int = 16, workers: int | None = None) -> None:
+                 dtype: str = "bf16", max_rows: int | None = None, max_batch: int = 16, workers: int | None = None) -> None:
         if dtype not in ("bf16", "f32"):
             raise TargetError(f"dtype '{dtype}'", expected="bf16 or f32")
         if not 1 <= max_batch <= 16:
             raise RequestError(f"max_batch {max_batch}", expected="1 to 16")
+        target = hardware.load(hardware.choose(target_hardware))
+        if max_rows is None:
+            max_rows = target.max_rows
         if max_rows < max_batch:
             raise RequestError(f"max_rows {max_rows}", expected=f"at least max_batch ({max_batch})")
         if tensor_parallel_size != 1:
             raise TargetError(f"tensor_parallel_size {tensor_parallel_size}", expected="1", remedy="more devices are not supported yet")
-        target = hardware.load(hardware.choose(target_hardware))
+        if max_rows > target.max_rows:
+            raise RequestError(f"max_rows {max_rows}", expected=f"at most {target.max_rows} on target {target.name}")
+        if target.backend == "cuda" and dtype != "bf16":
+            raise TargetError(f"dtype '{dtype}' on target {target.name}", expected="bf16", remedy="use the target cpp for f32")
         if workers is not None:
             if workers < 1:
                 raise TargetError(f"workers {workers}", expected="1 or more")

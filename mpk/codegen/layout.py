@@ -11,6 +11,8 @@ import numpy as np
 MAX_OPERANDS = 8
 MAX_STOP_TOKENS = 16
 MAX_TOP_LOGPROBS = 20
+INLINE_EVENTS = 4  # waits and signals that stand beside an instruction of a CUDA block
+COUNTER_STRIDE = 128  # bytes between the event counters of the CUDA back end
 KV_PAGE_TOKENS = 64  # tokens of one sequence in one page of the key-value cache
 
 Field = tuple[str, str, int]  # name, C type, array length (1: scalar)
@@ -119,6 +121,46 @@ STRUCTS: dict[str, list[Field]] = {
         ("num_events", "int32_t", 1),
         ("spin_limit", "int32_t", 1),  # polls before a waiting worker begins to yield its processor
     ],
+    # What the CUDA kernel needs besides `Launch`. Addresses are of device memory.
+    "Kernel": [
+        ("records", "uint64_t", 1),  # Record [all blocks, one stream after the other]; `Launch.stream_begin` says where each begins
+        ("loads", "uint64_t", 1),  # LoadRun [all blocks]
+        ("load_begin", "uint64_t", 1),  # int32 [blocks + 1]
+        ("events", "uint64_t", 1),  # counters, COUNTER_STRIDE bytes apart
+        ("stop", "uint64_t", 1),  # int32, one of RESULT: not 0, and every block leaves
+        ("mirror", "uint64_t", 1),  # int64 [max_batch][max_context] in host memory: token + 1 once it is known; 0: nobody looks
+        ("planner", "int32_t", 1),  # the block that runs `advance`; it plans the first step too
+        ("stages", "int32_t", 1),
+        ("flight_bytes", "int32_t", 1),
+        ("flight_idle_bytes", "int32_t", 1),
+        ("pipelining", "int32_t", 1),  # 0: weights are fetched only once their instruction's events have come
+        ("reserved", "int32_t", 1),
+    ],
+    # Stages of packed weights that one instruction uses one after the other: `count` times `bytes`, `stride` apart.
+    "LoadRun": [
+        ("offset", "int64_t", 1),
+        ("stride", "int64_t", 1),
+        ("count", "int32_t", 1),
+        ("bytes", "int32_t", 1),
+        ("instruction", "int32_t", 1),  # place in the block's stream
+        ("reserved", "int32_t", 1),
+    ],
+    # Argument of the kernel that packs tiles. Addresses are of device memory.
+    "Pack": [
+        ("rows", "uint64_t", 1),  # bf16 [tiles * 16][columns]
+        ("place", "uint64_t", 1),  # int64 [tiles][stages], byte offsets from `out`
+        ("out", "uint64_t", 1),
+        ("tiles", "int32_t", 1),
+        ("columns", "int32_t", 1),
+        ("stages", "int32_t", 1),  # of a tile
+        ("depth", "int32_t", 1),  # columns of a stage
+    ],
+    # An instruction with its waits and signals beside it, as far as they fit (else they stand in the tables), fetched in one piece.
+    "Record": [
+        ("instruction", "Instruction", 1),
+        ("waits", "Wait", INLINE_EVENTS),
+        ("signals", "Signal", INLINE_EVENTS),
+    ],
     # Written by a worker that gives up.
     "Stall": [
         ("worker", "int32_t", 1),
@@ -145,13 +187,15 @@ FINISH = {"running": 0, "stop": 1, "length": 2, "cancelled": 3, "error": 4}
 
 def dtype(name: str) -> np.dtype:
     """The numpy dtype of a shared struct."""
-    return np.dtype([(f, C_TYPES[t], (n,)) if n > 1 else (f, C_TYPES[t]) for f, t, n in STRUCTS[name]], align=True)
+    types = {t: C_TYPES[t] if t in C_TYPES else dtype(t) for _, t, _ in STRUCTS[name]}
+    return np.dtype([(f, types[t], (n,)) if n > 1 else (f, types[t]) for f, t, n in STRUCTS[name]], align=True)
 
 
 def c_structs() -> str:
     """C++ declarations of all shared structs and constants, with drift checks."""
     out = [f"constexpr int {k} = {v};" for k, v in (("MAX_OPERANDS", MAX_OPERANDS), ("MAX_STOP_TOKENS", MAX_STOP_TOKENS),
-                                                   ("MAX_TOP_LOGPROBS", MAX_TOP_LOGPROBS), ("KV_PAGE_TOKENS", KV_PAGE_TOKENS))]
+                                                   ("MAX_TOP_LOGPROBS", MAX_TOP_LOGPROBS), ("KV_PAGE_TOKENS", KV_PAGE_TOKENS),
+                                                   ("INLINE_EVENTS", INLINE_EVENTS), ("COUNTER_STRIDE", COUNTER_STRIDE))]
     out += [f"constexpr int RESULT_{k.upper()} = {v};" for k, v in RESULT.items()]
     out += [f"constexpr int FINISH_{k.upper()} = {v};" for k, v in FINISH.items()]
     for name, fields in STRUCTS.items():

@@ -18,6 +18,7 @@ from mpk.errors import InternalError
 from mpk.graph.sm_task_graph import SMTaskGraph, Task
 from mpk.graph.tensor_graph import Operator, Scalar
 from mpk.tasks.base import kind_of
+from mpk.tasks.matrices import matrix_bytes, matrix_key
 
 BACKEND = Path(__file__).parent.parent / "targets" / "cpp"
 PREFETCH_BYTES = 32 << 10  # of the next task's weights, fetched while a worker waits
@@ -97,16 +98,20 @@ class ProgramBuilder:
         begin = np.cumsum([0, *(len(q) for q in graph.queues)], dtype=np.int32)
         return Tables(instructions, begin, np.array(waits, layout.dtype("Wait")), np.array(signals, layout.dtype("Signal")), prefetch)
 
+    def matrix_offset(self, op: Operator) -> int:
+        """Byte offset of the operator's packed matrix."""
+        return self.graph.weight_offsets[matrix_key(kind_of(op), op, self.graph)]
+
     def _placement(self, op: Operator) -> _Placement:
         graph, tensors, kind = self.graph, self.graph.tensor_graph, kind_of(op)
         buffers = kind.buffers(op, tensors)
         if len(kind.operands) > layout.MAX_OPERANDS:
             raise InternalError(f"task kind {kind.name} has {len(kind.operands)} operands, at most {layout.MAX_OPERANDS} fit")
         operands = [graph.arena[buffers[n]].offset if n in buffers and buffers[n] in graph.arena else -1 for n in kind.operands]
-        packed = kind.packed_bytes(op, tensors, graph.dtype)
+        packed = matrix_bytes(kind, op, graph)
         tiles = kind.tiles(op, tensors)
         streamed = packed > 0 and kind.cost(op, tensors, 0, tiles, graph.dtype).weight_bytes >= packed
-        return _Placement(graph.weight_offsets[kind.packed_key(op)] if packed else -1, graph.param_offsets.get(op.name, -1), operands,
+        return _Placement(self.matrix_offset(op) if packed else -1, graph.param_offsets.get(op.name, -1), operands,
                           packed // tiles if streamed else 0)
 
     def _instruction(self, out: np.ndarray, task: Task, place: _Placement, wait_begin: int, signal_begin: int) -> None:

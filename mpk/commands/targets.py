@@ -17,7 +17,7 @@ def _describe(target: hardware.Target) -> dict[str, Any]:
     }
     return {
         "name": target.name, "backend": target.backend, "description": target.description, "workers": target.workers,
-        "runs": target.backend in hardware.BACKENDS,
+        "runs": hardware.runs_here(target),
         "figures": {k: {"value": f.value, "source": f.source, "date": f.date} for k, f in figures.items()},
     }
 

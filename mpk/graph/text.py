@@ -52,7 +52,7 @@ def write(graph: SMTaskGraph, header: dict[str, Any]) -> str:
     lines = [f"{header['format']} version {header['version']}"]
     lines += [_line("set", key, value=header[key]) for key in SCALARS]
     lines += [_line("limits", "-", value=header["limits"]), _line("config", "-", value=header["config"])]
-    lines += [_line("value", n, columns=c, rows=r, kind=k) for n, c, r, k in header["values"]]
+    lines += [_line("value", n, columns=c, rows=r, kind=k, element_bytes=e) for n, c, r, k, e in header["values"]]
     lines += [_line("weight", n, shape=s) for n, s in header["weights"]]
     lines += [_line("operator", n, kind=k, inputs=list(i), outputs=list(o), weights=w, attrs=a, layer=layer)
               for n, k, i, o, w, a, layer in header["operators"]]
@@ -113,7 +113,7 @@ class _Reader:
         return [name, *(_value(f[k]) for k in keys)]
 
     def _value(self, name: str, f: dict[str, str]) -> None:
-        self.header["values"].append(self._row(name, f, "columns", "rows", "kind"))
+        self.header["values"].append(self._row(name, f, "columns", "rows", "kind", "element_bytes"))
 
     def _weight(self, name: str, f: dict[str, str]) -> None:
         self.header["weights"].append(self._row(name, f, "shape"))

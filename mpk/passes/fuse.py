@@ -157,7 +157,7 @@ class _Fuser:
             self._emit(op, "linear", (given.source,), (qkv,), weights, attrs, name=f"{prefix}qkv")
             # The positions of this step have a name of their own: tasks that read the past do not depend on the one that appends.
             new = self._value(f"{prefix}kv_new", 2 * c.num_kv_heads * c.head_dim, "positions", "state")
-            self._emit(op, "rotary_attention", (qkv, "rope", kv), (out, new), head_norms, {**sizes, **softmax, "eps": c.rms_norm_eps},
+            self._emit(op, "rotary_attention", (qkv, "rope", kv), (out, new), head_norms, {**sizes, **softmax, "eps": c.rms_norm_eps, "share_rows": False},
                        name=f"{prefix}attention")
             return
         q = self._value(f"{prefix}q", c.num_heads * c.head_dim)

@@ -16,6 +16,7 @@ from mpk.errors import TargetError
 from mpk.graph.order import Order
 from mpk.graph.sm_task_graph import Allocation, Buffer, SMTaskGraph
 from mpk.tasks.base import WeightSource, kind_of
+from mpk.tasks.matrices import matrix_bytes, matrix_key
 
 ALIGNMENT = 64  # bytes: a cache line, and more than any vector access needs
 
@@ -86,8 +87,7 @@ def _lay_out_weights(graph: SMTaskGraph) -> None:
     graph.weight_offsets = {}
     for op in graph.tensor_graph.operators:
         kind = kind_of(op)
-        size = kind.packed_bytes(op, graph.tensor_graph, graph.dtype)
-        key = kind.packed_key(op)
+        size, key = matrix_bytes(kind, op, graph), matrix_key(kind, op, graph)
         if size and key not in graph.weight_offsets:
             graph.weight_offsets[key] = offset
             offset += align(size)

@@ -8,17 +8,20 @@ from pathlib import Path
 from mpk import settings
 from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.graph.tensor_graph import TensorGraph
-from mpk.passes import dependencies, event_fusion, fuse, memory, partition, schedule, split_attention, verify
+from mpk.passes import dependencies, event_fusion, fuse, memory, partition, schedule, split_attention, split_sampling, verify
 from mpk.passes.partition import Options
 from mpk.targets.hardware import Target
 
 
 def tensor_passes(target: Target, options: Options) -> list[tuple[str, Callable[[TensorGraph], TensorGraph]]]:
     """Passes from TensorGraph to TensorGraph, in order."""
-    return [
+    passes = [
         ("fuse", lambda g: fuse.run(g, options.max_batch, target.append_in, target.swiglu_columns)),
         ("split_attention", lambda g: split_attention.run(g, target.workers)),
     ]
+    if target.backend == "cuda":
+        passes.append(("split_sampling", lambda g: split_sampling.run(g, target.workers)))
+    return passes
 
 
 def task_passes(target: Target) -> list[tuple[str, Callable[[SMTaskGraph], SMTaskGraph]]]:

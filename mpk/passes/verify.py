@@ -30,6 +30,7 @@ from mpk.graph.hazards import Fault, describe, find_hazard, show
 from mpk.graph.order import STEP_EVENT, Order, OrderError
 from mpk.graph.sm_task_graph import Allocation, Buffer, Region, SMTaskGraph, Task
 from mpk.tasks.base import TaskKind, load_kinds
+from mpk.tasks.matrices import matrix_bytes, matrix_key
 
 ALIGNMENT = 64  # bytes; what vector and bulk accesses of the back ends may rely on
 
@@ -320,10 +321,10 @@ def _weights(proof: _Proof) -> Fault | None:
     spans: dict[str, tuple[int, int, str]] = {}
     for op in tensors.operators:
         kind = proof.kinds[op.kind]
-        size = kind.packed_bytes(op, tensors, graph.dtype)
+        size = matrix_bytes(kind, op, graph)
         if not size:
             continue
-        key = kind.packed_key(op)
+        key = matrix_key(kind, op, graph)
         if key not in graph.weight_offsets:
             return Fault("weights", f"the packed matrix of operator {op.name} ({key}) has no place")
         begin = graph.weight_offsets[key]

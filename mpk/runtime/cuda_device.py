@@ -83,6 +83,23 @@ class Memory:
         self.free()
 
 
+class PinnedArray:
+    """A zeroed numpy array in host memory that a kernel can write while it runs; `address` is valid on both sides."""
+
+    def __init__(self, device: Device, shape: tuple[int, ...], dtype: Any) -> None:
+        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        self.device = device
+        self.address = int(check(device.driver.cuMemHostAlloc(max(size, 1), device.driver.CU_MEMHOSTALLOC_DEVICEMAP), f"allocate {size} bytes of pinned memory"))
+        area = (ctypes.c_uint8 * max(size, 1)).from_address(self.address)
+        self.array = np.frombuffer(area, np.dtype(dtype), int(np.prod(shape, dtype=np.int64))).reshape(shape)
+        self.array[...] = 0
+
+    def __del__(self) -> None:
+        if getattr(self, "address", 0):
+            self.device.driver.cuMemFreeHost(self.address)
+            self.address = 0
+
+
 class Device:
     """Primary context of device `index`; raises `TargetError` if there is no such device."""
 
@@ -118,6 +135,21 @@ class Device:
 
     def allocate(self, size: int) -> Memory:
         return Memory(self, size)
+
+    def copy(self, data: np.ndarray) -> Memory:
+        """A new allocation with the contents of `data`."""
+        memory = Memory(self, data.nbytes)
+        memory.upload(data)
+        return memory
+
+    def stream(self) -> Any:
+        """A stream that does not wait for the one that kernels run in."""
+        return check(self.driver.cuStreamCreate(self.driver.CUstream_flags.CU_STREAM_NON_BLOCKING), "create a stream")
+
+    def upload_beside(self, stream: Any, memory: Memory, data: np.ndarray) -> None:
+        """Copy to the device while a kernel runs."""
+        check(self.driver.cuMemcpyHtoDAsync(memory.address, data.ctypes.data, data.nbytes, stream), "copy to the device")
+        check(self.driver.cuStreamSynchronize(stream), "copy to the device")
 
     def load(self, image: bytes) -> Any:
         return check(self.driver.cuModuleLoadData(image), "load the compiled program")

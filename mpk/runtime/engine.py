@@ -7,21 +7,23 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from mpk.codegen.compile import compile_program
 from mpk.codegen.program import ProgramBuilder, Tables
 from mpk.codegen.weights import PackedWeights, load_weights
-from mpk.errors import InternalError
+from mpk.errors import InternalError, TargetError
 from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.passes.memory import scratch_bytes
 from mpk.runtime.memory import address
+from mpk.targets.hardware import backend_of
 from mpk.tasks.base import WeightSource
 
 if TYPE_CHECKING:
     from mpk.runtime.instance import Instance
+    from mpk.runtime.state import State
 
 BuildProgress = Callable[[str, int, int], None]
 
@@ -67,11 +69,19 @@ class Engine:
     weights: PackedWeights
     pipelining: bool = True
 
+    def executor(self, batch: int, context: int, explicit: bool, device_ids: Sequence[int] | None, stall_limit_s: float) -> Executor:
+        """Memory for a batch and what runs the program on it; raises as `create_instance` does."""
+        from mpk.runtime.state import State
+
+        if device_ids is not None and list(device_ids) != [0]:
+            raise TargetError("device_ids", expected="None or [0], as this target is one device", actual=str(list(device_ids)))
+        return ThreadExecutor(self, State(self.graph, batch, context, explicit), stall_limit_s)
+
     def create_instance(self, max_batch: int | None = None, max_context: int | None = None, *, device_ids: Sequence[int] | None = None,
                         stall_limit_s: float = 10.0, trace_spans: int = 0) -> Instance:
         """Memory to run `max_batch` sequences of up to `max_context` tokens (defaults: what the graph was lowered for, the model's).
 
-        `device_ids` exists for targets with several devices; here it is None or [0]. A run in which no task finishes for
+        `device_ids`: the device to run on (a list of one; None: the first; a target of threads has only device 0). A run in which no task finishes for
         `stall_limit_s` seconds raises `StallError`. `trace_spans`: spans kept per worker and run, 0 switches the trace off. Raises
         `RequestError` for sizes out of range, `TargetError` when the key-value cache does not fit the machine's memory.
         """
@@ -79,6 +89,53 @@ class Engine:
 
         return Instance(self, max_batch=max_batch, max_context=max_context, device_ids=device_ids, stall_limit_s=stall_limit_s,
                         trace_spans=trace_spans)
+
+
+class Executor(Protocol):
+    """Runs a program on one instance's state."""
+
+    state: State
+
+    def start(self, logits: np.ndarray | None, spans: np.ndarray | None, span_count: np.ndarray | None, watched: bool) -> None:
+        """Prepare a run that writes logits and trace into these arrays; `watched`: somebody polls while it runs."""
+
+    def run(self) -> int:
+        """Run until no sequence has work left; returns one of `layout.RESULT`."""
+
+    def poll(self, length: np.ndarray, finish: np.ndarray) -> None:
+        """Update length and finish of every sequence (int32 vectors), while the program runs or after; tokens below are in the state."""
+
+    def cancel(self) -> None:
+        """Ask the running program to stop after its current step."""
+
+    def now_ns(self) -> int:
+        """The clock of token times."""
+
+
+class ThreadExecutor:
+    """Runs the compiled library in this process, on the state's own arrays."""
+
+    def __init__(self, engine: Engine, state: State, stall_limit_s: float) -> None:
+        self.engine, self.state, self.stall_limit_s = engine, state, stall_limit_s
+        self.arrays: dict[str, np.ndarray | None] = {}
+
+    def start(self, logits: np.ndarray | None, spans: np.ndarray | None, span_count: np.ndarray | None, watched: bool) -> None:
+        program = self.engine.program
+        self.arrays = self.state.arrays(program.tables, self.engine.weights, logits_out=logits, pipelining=self.engine.pipelining,
+                                        spans=spans, span_count=span_count)
+        self.launch = self.state.launch(self.arrays, program.scratch_bytes, self.stall_limit_s)
+
+    def run(self) -> int:
+        return self.engine.program.run(self.launch)
+
+    def poll(self, length: np.ndarray, finish: np.ndarray) -> None:
+        self.engine.program.poll(self.state.sequences, length, finish)
+
+    def cancel(self) -> None:
+        self.engine.program.cancel(self.state.cancel)
+
+    def now_ns(self) -> int:
+        return self.engine.program.now_ns()
 
 
 def build_engine(graph: SMTaskGraph, source: WeightSource, *, progress: BuildProgress | None = None, pipelining: bool = True,
@@ -89,6 +146,10 @@ def build_engine(graph: SMTaskGraph, source: WeightSource, *, progress: BuildPro
     task while they wait. `portable` compiles without the
     machine's own vector extensions; `sanitize` ("thread") is for tests. Raises `TargetError` (no compiler, cache not writable).
     """
+    if backend_of(graph.target) == "cuda":
+        from mpk.runtime.cuda_engine import build_cuda_engine
+
+        return build_cuda_engine(graph, source, progress=progress, pipelining=pipelining)
     report = progress or (lambda stage, done, total: None)
     builder = ProgramBuilder(graph)
     report("compile the program", 0, 1)

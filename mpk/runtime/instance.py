@@ -21,7 +21,7 @@ from mpk.runtime.request import (
     is_torch,
     options_per_sequence,
 )
-from mpk.runtime.state import MEMORY_SHARE, State, gib
+from mpk.runtime.state import MEMORY_SHARE, gib
 
 if TYPE_CHECKING:
     from mpk.runtime.engine import Engine
@@ -40,8 +40,6 @@ class Instance:
         limit = min(self._graph_batch(engine), graph.max_rows)
         batch = limit if max_batch is None else max_batch
         context = config.max_context if max_context is None else max_context
-        if device_ids is not None and list(device_ids) != [0]:
-            raise TargetError("device_ids", expected="None or [0], as this target is one device", actual=str(list(device_ids)))
         if not 1 <= batch <= limit:
             raise RequestError("max_batch", expected=f"1 to {limit}", actual=str(batch), remedy="lower the model for a larger batch")
         if not 1 <= context <= config.max_context:
@@ -49,7 +47,8 @@ class Instance:
         if not stall_limit_s > 0:
             raise RequestError("stall_limit_s", expected="a time above 0", actual=str(stall_limit_s))
         self.engine, self.stall_limit_s = engine, float(stall_limit_s)
-        self.state = State(graph, batch, context, explicit=max_context is not None)
+        self.executor = engine.executor(batch, context, max_context is not None, device_ids, self.stall_limit_s)
+        self.state = self.executor.state
         self.max_batch, self.max_context = batch, context
         self._spans = np.zeros((graph.num_workers, trace_spans), layout.dtype("Span")) if trace_spans > 0 else None
         self._span_count = np.zeros(graph.num_workers, np.int64)
@@ -110,7 +109,7 @@ class Instance:
             self.state.reset()
             for slot, (prompt, option) in enumerate(zip(prompts, chosen, strict=True)):
                 self.state.set_sequence(slot, prompt, option)
-            start = self.engine.program.now_ns()
+            start = self.executor.now_ns()
             self._run(None, on_token)
             return self._result(chosen, start)
 
@@ -137,16 +136,14 @@ class Instance:
     def _run(self, logits: np.ndarray | None, on_token: TokenCallback | None) -> bool:
         """Run the program in a thread of its own, while this thread streams; returns whether KeyboardInterrupt cut the run short."""
         self._span_count[:] = 0
-        program = self.engine.program
-        arrays = self.state.arrays(program.tables, self.engine.weights, logits_out=logits, pipelining=self.engine.pipelining,
-                                   spans=self._spans, span_count=self._span_count)
-        launch = self.state.launch(arrays, program.scratch_bytes, self.stall_limit_s)
+        executor = self.executor
+        executor.start(logits, self._spans, self._span_count, on_token is not None)
         code: list[int] = []
         finished = threading.Event()
 
         def body() -> None:
             try:
-                code.append(program.run(launch))
+                code.append(executor.run())
             finally:
                 finished.set()
 
@@ -159,9 +156,9 @@ class Instance:
                 stream.deliver()
         except KeyboardInterrupt:
             interrupted = True
-            program.cancel(self.state.cancel)
+            executor.cancel()
         except BaseException:
-            program.cancel(self.state.cancel)
+            executor.cancel()
             _join(thread)
             raise
         _join(thread)
@@ -256,7 +253,7 @@ class _Stream:
         if self.on_token is None:
             return
         state = self.instance.state
-        self.instance.engine.program.poll(state.sequences, self.length, self.finish)
+        self.instance.executor.poll(self.length, self.finish)
         for slot, length in enumerate(self.length):
             for place in range(int(self.told[slot]), int(length)):
                 self.told[slot] = place + 1

@@ -37,12 +37,16 @@ def page_bytes(graph: SMTaskGraph) -> int:
 class State:
     """Arrays of one instance. Large ones are mapped lazily, so a long context costs memory only when it is used."""
 
-    def __init__(self, graph: SMTaskGraph, max_batch: int, max_context: int, explicit: bool) -> None:
+    def __init__(self, graph: SMTaskGraph, max_batch: int, max_context: int, explicit: bool, available: int | None = None,
+                 on_host: bool = True) -> None:
+        """available: bytes that the key-value cache may take a share of (default: of this machine). on_host: the program runs in the
+        host's memory; otherwise these arrays are copies, and activations and cache have none.
+        """
         self.graph, self.max_batch, self.max_context = graph, max_batch, max_context
         self.vocab = graph.tensor_graph.config.vocab_size
         self.max_pages = pages_for(max_context)
         self.page_bytes = page_bytes(graph)
-        self.num_pages = self._affordable_pages(explicit)
+        self.num_pages = self._affordable_pages(explicit, available_bytes() if available is None else available)
         rows = graph.max_rows
         self.sequences = np.zeros(max_batch, layout.dtype("Sequence"))
         self.step = np.zeros(1, layout.dtype("Step"))
@@ -55,13 +59,12 @@ class State:
         self.free_page_count = np.zeros(1, np.int32)
         self.cancel = np.zeros(1, np.int32)
         self.stall = np.zeros(1, layout.dtype("Stall"))
-        self.arena = zeroed((graph.arena_bytes,), np.uint8, huge_pages=True)
-        self.kv = zeroed((self.num_pages * self.page_bytes,), np.uint8)
+        self.arena = zeroed((graph.arena_bytes if on_host else 0,), np.uint8, huge_pages=True)
+        self.kv = zeroed((self.num_pages * self.page_bytes if on_host else 0,), np.uint8)
         self.logprobs: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
 
-    def _affordable_pages(self, explicit: bool) -> int:
+    def _affordable_pages(self, explicit: bool, available: int | None) -> int:
         wanted = self.max_batch * self.max_pages
-        available = available_bytes()
         if available is None or wanted * self.page_bytes <= available * MEMORY_SHARE:
             return wanted
         affordable = int(available * MEMORY_SHARE) // self.page_bytes
@@ -120,18 +123,22 @@ class State:
 
     def launch(self, arrays: Mapping[str, np.ndarray | None], scratch_bytes: int, stall_limit_s: float) -> np.ndarray:
         """The `Launch` of one run over `arrays`, which must outlive the run."""
+        logits, spans = arrays["logits_out"], arrays["spans"]
+        return self.launch_at({name: address(a) for name, a in arrays.items()}, 0 if logits is None else logits.shape[1],
+                              0 if spans is None else spans.shape[1], scratch_bytes, stall_limit_s)
+
+    def launch_at(self, addresses: Mapping[str, int], logits_positions: int, span_capacity: int, scratch_bytes: int,
+                  stall_limit_s: float) -> np.ndarray:
+        """The `Launch` of one run over memory at `addresses` (by the names of its fields), which must outlive the run."""
         graph, out = self.graph, np.zeros(1, layout.dtype("Launch"))
-        logits_out, spans = arrays["logits_out"], arrays["spans"]
         values = {
-            "logits_out_positions": 0 if logits_out is None else logits_out.shape[1], "max_batch": self.max_batch,
+            "logits_out_positions": logits_positions, "max_batch": self.max_batch,
             "max_rows": graph.max_rows, "max_context": self.max_context, "max_pages": self.max_pages, "num_pages": self.num_pages,
-            "workers": graph.num_workers, "span_capacity": 0 if spans is None else spans.shape[1],
+            "workers": graph.num_workers, "span_capacity": span_capacity,
             "scratch_bytes": scratch_bytes, "stall_limit_ns": int(stall_limit_s * 1e9), "num_events": len(graph.events),
             "spin_limit": SPINS if available_cpus() >= graph.num_workers else SPINS_CROWDED,
         }
-        for name, array in arrays.items():
-            out[name] = address(array)
-        for name, value in values.items():
+        for name, value in {**addresses, **values}.items():
             out[name] = value
         return out
 

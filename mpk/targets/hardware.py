@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tomllib
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ class Target:
     append_in: str = "qkv"  # which task rotates queries and keys and appends to the cache: "qkv" or "attention"
     swiglu_columns: int = 16  # output columns of a tile of a gate / up product
     activation_bytes: int = 4  # of an element of an activation: 4 (float32) or 2 (bf16)
+    device: str = ""  # part of the name by which a GPU's driver calls it
     kernel: KernelPlan | None = None  # of the `cuda` back end
 
     def with_workers(self, workers: int) -> Target:
@@ -74,11 +76,17 @@ def available_cpus() -> int:
         return os.cpu_count() or 1
 
 
+def backend_of(name: str) -> str:
+    """Back end of a target; names without a description stand for machines that tests make up, which are threads."""
+    return load(name).backend if (FOLDER / f"{name.lower()}.toml").is_file() else "cpp"
+
+
 def names() -> list[str]:
     """Names of all described targets."""
     return sorted(p.stem for p in FOLDER.glob("*.toml"))
 
 
+@cache
 def load(name: str) -> Target:
     """The description called `name`; raises `TargetError` listing the known ones."""
     path = FOLDER / f"{name.lower()}.toml"
@@ -101,7 +109,7 @@ def load(name: str) -> Target:
         append_in=str(data.get("fusion", {}).get("append_in", "qkv")),
         swiglu_columns=int(data.get("fusion", {}).get("swiglu_columns", 16)),
         activation_bytes=int(data.get("fusion", {}).get("activation_bytes", 4)),
-        kernel=_kernel_plan(data["kernel"]) if "kernel" in data else None,
+        device=str(data.get("device", "")), kernel=_kernel_plan(data["kernel"]) if "kernel" in data else None,
     )
 
 
@@ -112,9 +120,25 @@ def _kernel_plan(data: dict[str, Any]) -> KernelPlan:
 
 
 def choose(name: str) -> str:
-    """Resolve "auto": the CPU threads, until a back end for GPUs is there."""
-    return "cpp" if name.lower() == "auto" else name
+    """Resolve "auto": the first GPU of this machine that is described, else the CPU threads."""
+    if name.lower() != "auto":
+        return name
+    device = _first_device()
+    return next((n for n in names() if runs_on(load(n), device)), "cpp")
 
 
-BACKENDS = ("cpp",)
-"""Back ends that can execute a graph."""
+def runs_on(target: Target, device: str | None) -> bool:
+    """Whether a device of that name (None: no GPU) is what a GPU target describes."""
+    return bool(device and target.device and target.device in device)
+
+
+def runs_here(target: Target) -> bool:
+    """Whether this machine can execute graphs of the target."""
+    return target.backend == "cpp" or runs_on(target, _first_device())
+
+
+@cache
+def _first_device() -> str | None:
+    from mpk.runtime import cuda_device
+
+    return cuda_device.Device(0).properties().name if cuda_device.device_count() else None

@@ -15,9 +15,10 @@ def run(op: Operator, task: Task, env: Env) -> None:
     """attn[row, head] = sum of the splits' sums, each scaled to the common maximum, over the scaled totals."""
     heads, kv_heads, head_dim, splits = (int(op.attrs[n]) for n in ("heads", "kv_heads", "head_dim", "splits"))
     group = heads // kv_heads
+    share_rows = bool(op.attrs.get("share_rows", True))  # whether the attention before gives long segments out by rows (sharing.py)
     out = env.buffers[op.outputs[0]]
     for first, count in segments(env.step):
-        shared = rows_are_shared(count, splits)
+        shared = share_rows and rows_are_shared(count, splits)
         for row in range(first, first + count):
             partial = env.buffers[op.inputs[0]][row].reshape(kv_heads, splits, group, head_dim + 2)
             chosen = [owner_of_row(row - first, splits)] if shared else list(range(splits))

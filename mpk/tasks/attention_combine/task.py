@@ -43,7 +43,7 @@ class AttentionCombine(TaskKind):
         return Cost(0, (end - begin) * 4 * (splits * (head_dim + 2) + head_dim), (end - begin) * 3 * splits * head_dim)
 
     def variant(self, op: Operator, graph: TensorGraph, dtype: str) -> Mapping[str, Scalar]:
-        return {name: int(op.attrs[name]) for name in ("heads", "kv_heads", "head_dim", "splits")}
+        return {name: int(op.attrs[name]) for name in ("heads", "kv_heads", "head_dim", "splits", "window")}
 
 
 KIND = AttentionCombine()

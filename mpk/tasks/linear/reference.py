@@ -7,12 +7,18 @@ import numpy as np
 from mpk.graph.sm_task_graph import Task
 from mpk.graph.tensor_graph import Operator
 from mpk.tasks.base import Env
-from mpk.tasks.packing import PANEL
+from mpk.tasks.linear.task import tile_columns
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis."""
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps)) * weight
+
+
+def _matrices(op: Operator, env: Env, role: str) -> list[np.ndarray]:
+    """Gate and up for `swiglu`, else all of a role stacked."""
+    found = [env.weight(name) for name in op.weights.get(role, ())]
+    return found if op.attrs["epilogue"] == "swiglu" or len(found) < 2 else [np.concatenate(found)]
 
 
 def run(op: Operator, task: Task, env: Env) -> None:
@@ -21,10 +27,11 @@ def run(op: Operator, task: Task, env: Env) -> None:
     x = env.buffers[op.inputs[0]][rows]
     if "norm" in op.weights:
         x = rms_norm(x, env.weight(op.weights["norm"][0]), float(op.attrs["eps"]))
-    columns = slice(task.tile_begin * PANEL, min(task.tile_end * PANEL, int(op.attrs["n"])))
-    products = [x @ env.weight(name)[columns].T for name in op.weights["weight"]]
-    for place, name in enumerate(op.weights.get("bias", ())):
-        products[place] = products[place] + env.weight(name)[columns]
+    width = tile_columns(op)
+    columns = slice(task.tile_begin * width, min(task.tile_end * width, int(op.attrs["n"])))
+    products = [x @ weight[columns].T for weight in _matrices(op, env, "weight")]
+    for place, bias in enumerate(_matrices(op, env, "bias")):
+        products[place] = products[place] + bias[columns]
     out = env.buffers[op.outputs[0]]
     if op.attrs["epilogue"] == "swiglu":
         gate, up = products

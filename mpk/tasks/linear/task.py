@@ -1,8 +1,9 @@
 """Task kind `linear`: a product with packed weights, RMS norm before and epilogue after; a tile is 16 output columns.
 
 Operator: inputs (input [rows, k],) or, for `residual`, (input, x); outputs (out [rows, n],), which is x itself for `residual`;
-weights {weight: (name,) [n, k], or (gate, up) for `swiglu`; norm: (name,) optional; bias: as many names as weight, optional};
-attrs {n, k, eps, epilogue: store | residual | swiglu, gather_logit_rows}. With `gather_logit_rows` row r of the output belongs to
+weights {weight: (name,) [n, k], (gate, up) for `swiglu`, or for `store` several that are stacked (CUDA only); norm: (name,) optional;
+bias: as many names as weight, optional}; attrs {n, k, eps, epilogue: store | residual | swiglu, gather_logit_rows, tile_columns
+(output columns of a tile, default 16)}. With `gather_logit_rows` row r of the output belongs to
 row logit_rows[r] of the input.
 """
 
@@ -69,9 +70,14 @@ class Linear(TaskKind):
             pack_rows(source, name, 0, int(op.attrs["n"]), panels[place :: len(names)])
 
     def params(self, op: Operator, graph: TensorGraph, source: WeightSource) -> np.ndarray:
-        """norm [k], then the bias of every matrix padded to whole panels; as far as the operator has them."""
+        """norm [k], then the bias (of both matrices for `swiglu`) padded to whole panels; as far as the operator has them."""
         parts = [source.read(name).reshape(-1) for name in op.weights.get("norm", ())]
-        parts += [padded_vector(source, name) for name in op.weights.get("bias", ())]
+        names = op.weights.get("bias", ())
+        if len(names) > 1 and op.attrs["epilogue"] != "swiglu":  # stacked matrices, stacked biases
+            stacked = np.concatenate([source.read(name).reshape(-1) for name in names])
+            parts.append(np.pad(stacked, (0, -len(stacked) % PANEL)))
+        else:
+            parts += [padded_vector(source, name) for name in names]
         return np.concatenate(parts).astype(np.float32) if parts else np.zeros(0, np.float32)
 
     @staticmethod

@@ -1,7 +1,8 @@
 """Task kind `sample`: penalties, temperature, top-k, top-p, min-p and the draw, one slot of the batch a tile.
 
 Operator: inputs (logits [logit rows, vocab], step), output choice int32 [1, max_batch], attrs {vocab, max_batch}. Slots without
-a row of logits in the step get -1. Options of a slot stand in its `Sequence`, so one program serves them all.
+a row of logits in the step get -1. Options of a slot stand in its `Sequence`, so one program serves them all. After `sample_part`
+there are two more inputs, its parts and its penalised logits, and its attrs {parts, slice}.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from mpk.tasks.base import TaskKind
 
 class Sample(TaskKind):
     name = "sample"
-    operands = ("logits", "choice")
+    operands = ("logits", "choice", "parts", "values")
 
     def tiles(self, op: Operator, graph: TensorGraph) -> int:
         return int(op.attrs["max_batch"])
 
     def buffers(self, op: Operator, graph: TensorGraph) -> dict[str, str]:
-        return {"logits": op.inputs[0], "choice": op.outputs[0]}
+        return {"logits": op.inputs[0], "choice": op.outputs[0], **dict(zip(("parts", "values"), op.inputs[2:], strict=False))}
 
     def reads(self, op: Operator, graph: TensorGraph, begin: int, end: int) -> tuple[Region, ...]:
-        return (Region(op.inputs[0], 0, int(op.attrs["vocab"])),)
+        return tuple(Region(name, 0, graph.values[name].columns) for name in (op.inputs[0], *op.inputs[2:]))
 
     def writes(self, op: Operator, graph: TensorGraph, begin: int, end: int) -> tuple[Region, ...]:
         return (Region(op.outputs[0], begin, end),)
@@ -35,11 +36,11 @@ class Sample(TaskKind):
         return Cost(0, 4 * vocab, 2 * vocab)
 
     def variant(self, op: Operator, graph: TensorGraph, dtype: str) -> Mapping[str, Scalar]:
-        return {"vocab": int(op.attrs["vocab"])}
+        return {name: int(op.attrs[name]) for name in ("vocab", "parts", "slice") if name in op.attrs}
 
     def scratch_bytes(self, op: Operator, graph: TensorGraph, max_rows: int) -> int:
-        """Weights, counts and candidates of one row (`SamplingScratch` in sampling.hpp)."""
-        return 16 * int(op.attrs["vocab"]) + 192
+        """Weights, counts and candidates of one row (`SamplingScratch` in sampling.hpp); none after `sample_part`."""
+        return 0 if "parts" in op.attrs else 16 * int(op.attrs["vocab"]) + 192
 
 
 KIND = Sample()

@@ -1,0 +1,114 @@
+"""Emit the CUDA program of a graph: source with one template instance a distinct task variant, and the order of tasks and loads as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jinja2
+import numpy as np
+
+from mpk.codegen import cuda_source, layout
+from mpk.codegen.cache import Store, digest
+from mpk.codegen.nvrtc import Cubin, Resources, compile_cubin, version
+from mpk.codegen.program import ProgramBuilder
+from mpk.codegen.stage_plan import StagePlan, plan_stages
+from mpk.graph.order import STEP_EVENT
+from mpk.graph.sm_task_graph import SMTaskGraph, Task
+from mpk.targets.hardware import KernelPlan
+from mpk.tasks.base import kind_of
+
+KERNEL = "mpk_run"
+PACK_KERNEL = "mpk_pack"
+
+
+@dataclass(frozen=True)
+class CudaTables:
+    """The order of tasks and loads as data, in the shared layout; all blocks' parts one after the other.
+
+    `records`: Record [tasks]; `stream_begin`: int32 [blocks + 1]; `loads`: LoadRun; `load_begin`: int32 [blocks + 1]; `waits`, `signals`:
+    what does not fit the records stands here too. `planner`: the block that runs `advance`.
+    """
+
+    records: np.ndarray
+    stream_begin: np.ndarray
+    loads: np.ndarray
+    load_begin: np.ndarray
+    waits: np.ndarray
+    signals: np.ndarray
+    planner: int
+
+
+class CudaProgramBuilder(ProgramBuilder):
+    """Source, tables and stage plans of one graph for the CUDA back end."""
+
+    def __init__(self, graph: SMTaskGraph) -> None:
+        super().__init__(graph)
+        by_op: dict[int, list[Task]] = {}
+        for task in graph.tasks:
+            by_op.setdefault(task.op, []).append(task)
+        operators = graph.tensor_graph.operators
+        self.plans: dict[int, StagePlan] = {i: plan_stages(graph, op, by_op[i]) for i, op in enumerate(operators) if kind_of(op).cuda_form == "stages"}
+
+    def text(self, stages: int) -> str:
+        """The program's CUDA source, for a ring of so many stages."""
+        environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
+        template = environment.from_string((cuda_source.TARGETS / "cuda" / "program.cu.j2").read_text())
+        publishes = next((i for i, v in enumerate(self.variants) if v.kind == "advance"), -1)
+        return template.render(kinds=sorted({v.kind for v in self.variants}), variants=self.variants, publishes=publishes, stages=stages)
+
+    def cuda_tables(self) -> CudaTables:
+        """Streams of all blocks; needs queues, events, arena and offsets."""
+        tables = self.tables()
+        records = np.zeros(len(tables.instructions), layout.dtype("Record"))
+        records["instruction"] = tables.instructions
+        waits: list[np.ndarray] = []
+        at = 0
+        for record in records:
+            instruction = record["instruction"]
+            begin, count = int(instruction["wait_begin"]), int(instruction["wait_count"])
+            mine = tables.waits[begin : begin + count]
+            mine = mine[mine["event"] != STEP_EVENT]  # every block waits for it before the step's first instruction
+            instruction["wait_begin"], instruction["wait_count"] = at, len(mine)
+            at += len(mine)
+            waits.append(mine)
+            inline = min(len(mine), layout.INLINE_EVENTS)
+            record["waits"][:inline] = mine[:inline]
+            begin, count = int(instruction["signal_begin"]), int(instruction["signal_count"])
+            inline = min(count, layout.INLINE_EVENTS)
+            record["signals"][:inline] = tables.signals[begin : begin + inline]
+        loads, load_begin = self._loads()
+        all_waits = np.concatenate(waits) if waits else tables.waits
+        return CudaTables(records, tables.stream_begin, loads, load_begin, all_waits, tables.signals, self.graph.tasks[-1].worker)
+
+    def _loads(self) -> tuple[np.ndarray, np.ndarray]:
+        rows: list[tuple[int, ...]] = []
+        begin = [0]
+        for queue in self.graph.queues:
+            for place, t in enumerate(queue):
+                task = self.graph.tasks[t]
+                if task.op not in self.plans:
+                    continue
+                plan, base = self.plans[task.op], self.matrix_offset(self.graph.operator(task))
+                rows += [(base + r.offset, r.stride, r.count, plan.shape.bytes, place, 0) for r in plan.runs[t]]
+            begin.append(len(rows))
+        return np.array(rows, layout.dtype("LoadRun")), np.array(begin, np.int32)
+
+
+def compile_cuda_program(builder: CudaProgramBuilder, plan: KernelPlan) -> Cubin:
+    """Machine code of the program, from the cache where it is there."""
+    architecture = plan.architecture
+    text, headers = builder.text(plan.stages), cuda_source.headers(v.kind for v in builder.variants)
+    key = digest(text, architecture, *cuda_source.OPTIONS, str(version()), *(part for item in sorted(headers.items()) for part in item))
+    store = Store("programs", ".cubin")
+    entry = store.find(key)
+    if entry is not None:
+        return Cubin(entry.path.read_bytes(), architecture, {n: Resources(*r) for n, r in entry.notes["resources"].items()})
+    cubin = compile_cubin(text, headers, architecture, cuda_source.OPTIONS)
+    path = store.temporary(key)
+    try:
+        path.write_bytes(cubin.image)
+        resources = {n: [r.registers, r.stack, r.spill_stores, r.spill_loads, r.shared] for n, r in cubin.resources.items()}
+        store.commit(key, path, {"resources": resources})
+    finally:
+        path.unlink(missing_ok=True)
+    return cubin

@@ -1,0 +1,252 @@
+"""The engine of GPU targets: one persistent kernel, the weights of a model in a GPU's memory, and runs of both."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpk.codegen import layout
+from mpk.codegen.cuda_program import KERNEL, CudaProgramBuilder, CudaTables, compile_cuda_program
+from mpk.codegen.cuda_weights import WeightLoader
+from mpk.codegen.nvrtc import Cubin
+from mpk.errors import TargetError
+from mpk.graph.sm_task_graph import SMTaskGraph
+from mpk.passes.memory import lay_out_params
+from mpk.runtime.cuda_device import Device, Memory, PinnedArray
+from mpk.runtime.engine import BuildProgress, Engine
+from mpk.runtime.state import MEMORY_SHARE, State, gib
+from mpk.targets import hardware
+from mpk.targets.hardware import KernelPlan
+from mpk.tasks.base import WeightSource
+
+THREADS = 384  # BLOCK_THREADS of block.cuh
+RING_OFFSET, SCRATCH_BYTES, MEMORY_BYTES = 1024, 64 << 10, 2048  # shared memory besides the stages: ring.cuh and block.cuh, rounded up
+ARGUMENTS = np.dtype([("launch", layout.dtype("Launch")), ("kernel", layout.dtype("Kernel"))], align=True)
+
+
+def shared_bytes(plan: KernelPlan) -> int:
+    """Shared memory of a block."""
+    return RING_OFFSET + plan.stages * plan.stage_bytes + MEMORY_BYTES + SCRATCH_BYTES
+
+
+class LoadedProgram:
+    """A program, its tables and its weights in the memory of one device."""
+
+    def __init__(self, device: Device, graph: SMTaskGraph, builder: CudaProgramBuilder, cubin: Cubin, tables: CudaTables, plan: KernelPlan) -> None:
+        self.device, self.graph, self.tables, self.plan = device, graph, tables, plan
+        self.shared_bytes = shared_bytes(plan)
+        check_device(device, graph, plan, self.shared_bytes)
+        self.module = device.load(cubin.image)
+        self.function = device.function(self.module, KERNEL, self.shared_bytes)
+        self.weights = device.allocate(graph.weight_bytes)
+        self.loader = WeightLoader(builder, device, self.module, self.weights)
+        self.constants = {name: device.copy(getattr(tables, name)) for name in ("records", "stream_begin", "loads", "load_begin", "waits", "signals")}
+
+    def fill(self, params: np.ndarray, source: WeightSource, progress: Any = None, random_seed: int | None = None) -> None:
+        """Bring the parameters and the matrices of `source`, or random matrices."""
+        self.params = self.device.copy(params)
+        if random_seed is None:
+            self.loader.load(source, progress)
+        else:
+            self.loader.fill_random(random_seed)
+
+
+def check_device(device: Device, graph: SMTaskGraph, plan: KernelPlan, shared: int) -> None:
+    """Raise `TargetError` with the numbers for a GPU that is too old, too small or too full."""
+    found = device.properties()
+    what = f"device {device.index} ({found.name})"
+    if found.capability != plan.capability:
+        raise TargetError(f"{what} for target {graph.target}", expected="compute capability {}.{}".format(*plan.capability),
+                          actual="{}.{}".format(*found.capability), remedy="use a target of that capability, or cpp")
+    if found.multiprocessors < graph.num_workers:
+        raise TargetError(f"{what} for target {graph.target}", expected=f"{graph.num_workers} multiprocessors", actual=str(found.multiprocessors),
+                          remedy=f"lower the model with workers={found.multiprocessors}")
+    if found.shared_memory_per_block < shared:
+        raise TargetError(f"{what}: shared memory of a block", expected=f"{shared} bytes", actual=str(found.shared_memory_per_block))
+    free, total = device.free_memory()
+    needed = graph.weight_bytes + graph.arena_bytes
+    if needed > free:
+        raise TargetError(f"weights and activations of the model on {what}: {gib(needed)}", expected=f"at most {gib(free)}, what is free of {gib(total)}",
+                          remedy="stop other programs on the device, or use a smaller model")
+
+
+@dataclass
+class CudaEngine(Engine):
+    """Engine of a GPU target. Weights are brought to a device when the first instance on it is made (device 0: by `build`)."""
+
+    builder: CudaProgramBuilder = None  # type: ignore[assignment]
+    cubin: Cubin = None  # type: ignore[assignment]
+    source: WeightSource = None  # type: ignore[assignment]
+    random_seed: int | None = None
+
+    def __post_init__(self) -> None:
+        self.params = lay_out_params(self.graph, self.source)  # instructions hold their places
+        self.tables = self.builder.cuda_tables()
+        plan = hardware.load(self.graph.target).kernel
+        assert plan is not None
+        self.plan = plan
+        self._loaded: dict[int, LoadedProgram] = {}
+
+    def on_device(self, index: int, progress: Any = None) -> LoadedProgram:
+        """The program on a device, brought there first where it is not."""
+        if index not in self._loaded:
+            program = LoadedProgram(Device(index), self.graph, self.builder, self.cubin, self.tables, self.plan)
+            program.fill(self.params, self.source, progress, self.random_seed)
+            self._loaded[index] = program
+        return self._loaded[index]
+
+    def executor(self, batch: int, context: int, explicit: bool, device_ids: Sequence[int] | None, stall_limit_s: float) -> CudaExecutor:
+        devices = [0] if device_ids is None else list(device_ids)
+        if len(devices) != 1:
+            raise TargetError("device_ids", expected="one device", actual=str(devices), remedy="more devices are not supported yet")
+        program = self.on_device(devices[0])
+        free, _ = program.device.free_memory()
+        state = State(self.graph, batch, context, explicit, available=max(0, free - self.graph.arena_bytes - (256 << 20)), on_host=False)
+        return CudaExecutor(self, program, state, stall_limit_s)
+
+
+class CudaExecutor:
+    """Runs the kernel on one instance's state: the state's arrays are the host's copies, sent before a run and fetched after it."""
+
+    SENT = ("sequences", "step", "free_pages", "free_page_count", "cancel", "stall")
+    FETCHED = ("sequences", "step", "stall")
+
+    def __init__(self, engine: CudaEngine, program: LoadedProgram, state: State, stall_limit_s: float) -> None:
+        self.engine, self.program, self.state, self.stall_limit_s = engine, program, state, stall_limit_s
+        device = program.device
+        arrays = {"sequences": state.sequences, "step": state.step, "segments": state.segments, **state.rows, "page_table": state.page_table,
+                  "free_pages": state.free_pages, "free_page_count": state.free_page_count, "cancel": state.cancel, "stall": state.stall,
+                  "tokens": state.tokens, "token_ns": state.token_ns}
+        self.arrays = arrays
+        self.memory = {name: device.allocate(array.nbytes) for name, array in arrays.items()}
+        for name in ("segments", *state.rows, "page_table", "tokens", "token_ns"):
+            self.memory[name].fill(0)
+        self.memory["arena"] = device.allocate(engine.graph.arena_bytes)
+        self.memory["kv"] = device.allocate(state.num_pages * state.page_bytes)
+        self.memory["kv"].fill(0)
+        self.memory["arena"].fill(0)
+        self.events = device.allocate(len(engine.graph.events) * layout.COUNTER_STRIDE)
+        self.stop = device.allocate(8)
+        self.side_stream = device.stream()
+        self.mirror: PinnedArray | None = None
+        self.kernel_ms = 0.0
+        self._outputs: dict[str, tuple[np.ndarray, Memory]] = {}
+        self._begin, self._end = device.event(), device.event()
+
+    # ---- one run
+    def start(self, logits: np.ndarray | None, spans: np.ndarray | None, span_count: np.ndarray | None, watched: bool) -> None:
+        """Send the state and make the arguments; `watched`: somebody polls for tokens while the program runs."""
+        device, state = self.program.device, self.state
+        device.use()
+        for name in self.SENT:
+            self.memory[name].upload(self.arrays[name])
+        for slot, sequence in enumerate(state.sequences):
+            length = int(sequence["length"])
+            self.memory["tokens"].upload(state.tokens[slot, :length], slot * state.max_context * 4)
+        self.events.fill(0)
+        self.stop.fill(0)
+        self._outputs = {}
+        wanted = {"logits_out": logits, "spans": spans, "span_count": span_count if spans is not None else None}
+        if state.logprobs is not None:
+            wanted |= dict(zip(("chosen_logprob", "top_logprob", "top_token"), state.logprobs, strict=True))
+        for name, array in wanted.items():
+            if array is not None:
+                self._outputs[name] = (array, device.allocate(array.nbytes))
+        if watched and self.mirror is None:
+            self.mirror = PinnedArray(device, (state.max_batch, state.max_context), np.int64)
+        if self.mirror is not None:
+            self.mirror.array[:] = 0
+        self.argument = self._arguments(logits, spans, watched)
+
+    def _arguments(self, logits: np.ndarray | None, spans: np.ndarray | None, watched: bool) -> np.ndarray:
+        program, plan = self.program, self.program.plan
+        addresses = {name: memory.address for name, memory in self.memory.items()}
+        addresses |= {name: memory.address for name, (_, memory) in self._outputs.items()}
+        constants = {name: memory.address for name, memory in program.constants.items()}
+        addresses |= {name: constants[name] for name in ("stream_begin", "waits", "signals")}
+        addresses |= {"weights": program.weights.address, "params": program.params.address}
+        out = np.zeros(1, ARGUMENTS)
+        out["launch"] = self.state.launch_at(addresses, 0 if logits is None else logits.shape[1], 0 if spans is None else spans.shape[1],
+                                             SCRATCH_BYTES, self.stall_limit_s)
+        values = {"records": constants["records"], "loads": constants["loads"], "load_begin": constants["load_begin"], "events": self.events.address,
+                  "stop": self.stop.address, "mirror": self.mirror.address if watched and self.mirror is not None else 0,
+                  "planner": program.tables.planner, "stages": plan.stages, "flight_bytes": plan.flight_bytes,
+                  "flight_idle_bytes": plan.flight_idle_bytes, "pipelining": int(self.engine.pipelining)}
+        for name, value in values.items():
+            out["kernel"][name] = value
+        return out
+
+    def run(self) -> int:
+        """Run until no sequence has work left, and fetch what it made; returns one of `layout.RESULT`."""
+        device, state = self.program.device, self.state
+        device.use()
+        launched = time.perf_counter_ns()
+        device.record(self._begin)
+        device.launch(self.program.function, self.engine.graph.num_workers, THREADS, self.program.shared_bytes, self.argument)
+        device.record(self._end)
+        device.synchronize()
+        self.kernel_ms = device.elapsed_ms(self._begin, self._end)
+        for name in self.FETCHED:
+            array = self.arrays[name]
+            array[:] = self.memory[name].download(array.dtype, array.size).reshape(array.shape)
+        for slot, sequence in enumerate(state.sequences):
+            begin, end = int(sequence["prompt_length"]), int(sequence["length"])
+            if end > begin:
+                place = slot * state.max_context + begin
+                state.tokens[slot, begin:end] = self.memory["tokens"].download(np.int32, end - begin, place * 4)
+                state.token_ns[slot, begin:end] = self.memory["token_ns"].download(np.int64, end - begin, place * 8)
+        for array, memory in self._outputs.values():
+            array[...] = memory.download(array.dtype, array.size).reshape(array.shape)
+            memory.free()
+        self._shift_times(launched)
+        return int(self.stop.download(np.int32, 1)[0])
+
+    def _shift_times(self, launched: int) -> None:
+        """Token times are of the device's clock; the last one is taken to be the end of the kernel."""
+        ends = [int(self.state.token_ns[slot, int(s["length"]) - 1]) for slot, s in enumerate(self.state.sequences) if s["length"] > s["prompt_length"]]
+        if ends:
+            offset = launched + int(self.kernel_ms * 1e6) - max(ends)
+            for slot, s in enumerate(self.state.sequences):
+                self.state.token_ns[slot, int(s["prompt_length"]) : int(s["length"])] += offset
+
+    def poll(self, length: np.ndarray, finish: np.ndarray) -> None:
+        """Lengths so far; copies the tokens that are new into the state."""
+        state = self.state
+        for slot in range(state.max_batch):
+            known = max(int(length[slot]), int(state.sequences[slot]["prompt_length"]))
+            end = int(state.sequences[slot]["max_length"])
+            if self.mirror is not None:
+                row = self.mirror.array[slot]
+                while known < end and row[known] != 0:
+                    state.tokens[slot, known] = int(row[known]) - 1
+                    known += 1
+            length[slot] = known
+
+    def cancel(self) -> None:
+        """Ask the running program to stop after its current step."""
+        self.program.device.use()
+        self.state.cancel[0] = 1
+        self.program.device.upload_beside(self.side_stream, self.memory["cancel"], self.state.cancel)
+
+    def now_ns(self) -> int:
+        return time.perf_counter_ns()
+
+
+def build_cuda_engine(graph: SMTaskGraph, source: WeightSource, *, progress: BuildProgress | None = None, pipelining: bool = True,
+                      random_seed: int | None = None, load: bool = True) -> CudaEngine:
+    """Compile the program and bring the weights to device 0 (`load`); see `Compiler.build`. With `random_seed` matrices are random."""
+    report = progress or (lambda stage, done, total: None)
+    plan = hardware.load(graph.target).kernel
+    assert plan is not None
+    builder = CudaProgramBuilder(graph)
+    report("compile the program", 0, 1)
+    cubin = compile_cuda_program(builder, plan)
+    report("compile the program", 1, 1)
+    engine = CudaEngine(graph, None, None, pipelining, builder=builder, cubin=cubin, source=source, random_seed=random_seed)  # type: ignore[arg-type]
+    if load:
+        engine.on_device(0, lambda done, total: report("bring the weights to the device", done, total))
+    return engine

@@ -1,0 +1,88 @@
+// What every task body of the CUDA back end sees: the shared structures, the memory of the program, and its block.
+//
+// One block runs on every SM and stays. 256 consumer threads (8 warps) execute the block's instructions together, one warp more
+// streams packed weights through a ring in shared memory. A kind's body is
+//   template <class V> __device__ void run(const Context&, const Instruction&, Block&);
+// and is called by all 256 consumer threads at once. The framework waits for the instruction's events before, so that data written
+// by other SMs may be read (with load_* of ptx.cuh), and orders and signals everything that the threads wrote after it returns. A kind
+// with `constexpr bool waits_inside = true` is called before and calls Block::wait itself, once, on every path: until then it may read
+// what does not change during a step.
+#pragma once
+#include "mpk/context.hpp"
+#include "mpk/events.cuh"
+#include "mpk/ptx.cuh"
+#include "mpk/ring.cuh"
+
+namespace mpk {
+
+constexpr int THREADS = WARPS * 32;          // consumer threads, what `run` is called by
+constexpr int BLOCK_THREADS = THREADS + 128;  // and the loader's warp, in a warp group of its own
+// Registers move from the loader's warp group to the consumers': 3 * 128 * 168 are 128 * 40 + 256 * 232.
+constexpr int CONSUMER_REGISTERS = 232, LOADER_REGISTERS = 40;
+constexpr int SCRATCH_BYTES = 64 * 1024;
+constexpr int MAX_ROWS = 16;  // of a step
+constexpr int CONSUMER_BARRIER = 1;  // id of the named barrier of the consumers; 0 is the whole block's
+
+// What the step computes, copied into shared memory once a step: the original is written by `advance` on some SM, and reading it
+// takes a trip to the L2.
+struct StepView {
+  int rows, logit_rows, segment_count, reserved;
+  int64_t number;  // from 1
+  int32_t row_token[MAX_ROWS], row_slot[MAX_ROWS], row_position[MAX_ROWS], logit_row[MAX_ROWS];
+  Segment segments[MAX_ROWS];
+};
+
+constexpr int RECORDS = 4;  // instructions of a block in shared memory: the present one, the next, and those still being signalled
+
+// Shared memory of a block behind the ring.
+struct alignas(128) BlockMemory {
+  Record records[RECORDS];
+  StepView step;
+  volatile int leave_after;  // sequence number of the instruction after which all threads leave; 0: go on
+  // What the loop over instructions needs between tasks: kept here rather than in registers, of which tasks need all there are.
+  volatile int count, spans_used;          // instructions of this block in a step; spans recorded
+  const Record* volatile first;            // of them
+  volatile int64_t arrived_ns, started_ns; // of the present instruction, if traced
+};
+static_assert(sizeof(BlockMemory) <= 2048, "what the host allows for it");
+constexpr int SCRATCH_OFFSET = RING_END + int(sizeof(BlockMemory));
+__device__ __forceinline__ BlockMemory& block_memory() { return *reinterpret_cast<BlockMemory*>(block_shared + RING_END); }
+
+struct Block {
+  const StepView* step;     // in shared memory, complete and constant while a task runs
+  int sm, sms;              // this block and how many there are
+  int thread, warp, lane;   // among the consumers
+  unsigned char* scratch;   // shared memory, SCRATCH_BYTES, 128-byte aligned; free for the task, undefined at its start
+  WeightRing ring;          // packed weights of the instruction, for kinds whose weights are streamed
+
+  // ---- the framework's part
+  const Arguments* arguments;  // null: nothing to wait for
+  int place;                   // of the present instruction among the records
+  int sequence;                // instructions begun; steps count as one
+
+  // Waits until the instruction's events have come. All 256 threads. If the program is being stopped it returns all the same: what is
+  // computed from then on is thrown away.
+  __device__ __forceinline__ void wait() {
+    if (arguments == nullptr) return;
+    if (thread == 0) {
+      if (!await_all(*arguments, block_memory().records[place], step->number)) block_memory().leave_after = sequence;
+      ring_control().started = ring_control().started + 1;
+      if (arguments->launch.spans != 0) block_memory().started_ns = now_ns();
+    }
+    sync();
+  }
+  // Barrier of the 256 consumer threads; orders their accesses to shared memory.
+  __device__ __forceinline__ void sync() const { asm volatile("bar.sync %0, %1;" ::"n"(CONSUMER_BARRIER), "n"(THREADS) : "memory"); }
+};
+
+__device__ __forceinline__ Block make_block(const Arguments& a) {
+  Block b{};
+  b.step = &block_memory().step;
+  b.sm = int(blockIdx.x), b.sms = int(gridDim.x);
+  b.thread = int(threadIdx.x), b.warp = b.thread / 32, b.lane = b.thread % 32;
+  b.scratch = block_shared + SCRATCH_OFFSET;
+  b.arguments = &a;
+  return b;
+}
+
+}  // namespace mpk

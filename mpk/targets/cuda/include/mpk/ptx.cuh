@@ -1,0 +1,128 @@
+// Thin names for the PTX instructions that the CUDA back end uses, and bf16.
+//
+// Activations, the step and sequences are written by one SM and read by another within one launch. L1 caches are not coherent,
+// so such data is read with load_* below (relaxed, at the L2), after an acquire of the event that orders the writes.
+#pragma once
+#include <cstdint>
+
+namespace mpk {
+
+// ---- bf16
+struct alignas(2) bf16 {
+  uint16_t bits;
+};
+
+__device__ __forceinline__ float to_float(bf16 v) { return __uint_as_float(uint32_t(v.bits) << 16); }
+__device__ __forceinline__ float low(uint32_t pair) { return __uint_as_float(pair << 16); }           // first element in memory
+__device__ __forceinline__ float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }  // second
+__device__ __forceinline__ uint32_t pack_bf16(float first, float second) {  // rounds to nearest, ties to even
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  return pair;
+}
+__device__ __forceinline__ bf16 to_bf16(float v) { return bf16{uint16_t(pack_bf16(v, 0.0f))}; }
+
+// ---- global memory that other SMs write: read at the L2
+__device__ __forceinline__ uint4 load_16(const void* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint2 load_8(const void* p) {
+  uint2 v;
+  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint32_t load_4(const void* p) {
+  uint32_t v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint16_t load_2(const void* p) {
+  uint16_t v;
+  asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ float load_float(const float* p) { return __uint_as_float(load_4(p)); }
+__device__ __forceinline__ int32_t load_int(const int32_t* p) { return int32_t(load_4(p)); }
+__device__ __forceinline__ int64_t load_long(const int64_t* p) {
+  int64_t v;
+  asm volatile("ld.relaxed.gpu.global.s64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ bf16 load_bf16(const bf16* p) { return bf16{load_2(p)}; }
+
+// ---- events
+__device__ __forceinline__ uint64_t load_acquire(const uint64_t* p) {
+  uint64_t v;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void add_release(uint64_t* p, uint64_t amount) {
+  asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(amount) : "memory");
+}
+__device__ __forceinline__ void add_relaxed(uint64_t* p, uint64_t amount) {  // after __threadfence(): a release
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(amount) : "memory");
+}
+__device__ __forceinline__ void store_release(int32_t* p, int32_t v) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+// To and from the host while the kernel runs (pinned host memory).
+__device__ __forceinline__ void store_release_system(int32_t* p, int32_t v) {
+  asm volatile("st.release.sys.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+__device__ __forceinline__ int32_t load_system(const int32_t* p) {
+  int32_t v;
+  asm volatile("ld.relaxed.sys.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ int64_t now_ns() {  // ticks in steps of some 32 ns
+  int64_t t;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+  return t;
+}
+
+// ---- shared memory
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ uint4 shared_load_16(uint32_t p) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void shared_store_16(uint32_t p, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+// ---- mbarriers and bulk copies
+__device__ __forceinline__ void barrier_init(uint32_t b, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(b), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_expect(uint32_t b, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(b), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint32_t b) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(b) : "memory"); }
+__device__ __forceinline__ bool barrier_passed(uint32_t b, uint32_t parity) {  // does not wait
+  uint32_t ok;
+  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(ok) : "r"(b), "r"(parity) : "memory");
+  return ok;
+}
+__device__ __forceinline__ bool barrier_try(uint32_t b, uint32_t parity) {  // waits for a time that the hardware chooses
+  uint32_t ok;
+  asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(ok) : "r"(b), "r"(parity) : "memory");
+  return ok;
+}
+// Weights are used once a step, so they are the first to be evicted from the L2.
+__device__ __forceinline__ void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from),
+               "r"(bytes), "r"(barrier), "l"(0x12F0000000000000ull)
+               : "memory");
+}
+
+// ---- tensor cores: d[16 x 8] += a[16 x 16] * b[16 x 8], bf16 in, float32 out
+__device__ __forceinline__ void mma(float (&d)[4], uint4 a, uint32_t b0, uint32_t b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+
+}  // namespace mpk

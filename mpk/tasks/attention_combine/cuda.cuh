@@ -1,0 +1,120 @@
+// attention_combine: one query head a tile: merges the partial results of the splits in a fixed order.
+// Operands: partial [rows][kv_heads][splits][group][head_dim + 2] float32, out [rows][heads * head_dim] bf16.
+// Variant: heads, kv_heads, head_dim, splits, window.
+//
+// With few rows several warps share a row: warp w takes the splits w, w + warps, ...; their results are merged in shared memory.
+#pragma once
+#include "mpk/attention.cuh"
+#include "mpk/wait.cuh"
+
+namespace mpk::attention_combine {
+
+constexpr bool waits_inside = true;
+
+// A lane's columns: pairs (2 * (lane + 32 * u)), u < PAIRS.
+template <class V>
+struct Sums {
+  static constexpr int head_dim = int(V::head_dim), PAIRS = (head_dim / 2 + 31) / 32;
+  float2 of[PAIRS];
+  float max, total;
+
+  __device__ __forceinline__ void clear() {
+    for (auto& v : of) v = {0.0f, 0.0f};
+    max = minus_infinity(), total = 0.0f;
+  }
+  __device__ __forceinline__ void merge(const Sums& other) {
+    const float top = fmaxf(max, other.max), base = top == minus_infinity() ? 0.0f : top;
+    const float keep = exp2_fast((max - base) * LOG2_E), take = exp2_fast((other.max - base) * LOG2_E);
+#pragma unroll
+    for (int u = 0; u < PAIRS; ++u) of[u] = {of[u].x * keep + other.of[u].x * take, of[u].y * keep + other.of[u].y * take};
+    total = total * keep + other.total * take, max = top;
+  }
+  __device__ __forceinline__ void load(const float* from, int lane) {  // written by other SMs
+#pragma unroll
+    for (int u = 0; u < PAIRS; ++u) {
+      const int d = 2 * (lane + 32 * u);
+      if (d >= head_dim) continue;
+      const uint2 v = load_8(from + d);
+      of[u] = {__uint_as_float(v.x), __uint_as_float(v.y)};
+    }
+    const uint2 s = load_8(from + head_dim);
+    max = __uint_as_float(s.x), total = __uint_as_float(s.y);
+  }
+};
+
+// Partial results of the row that warp `part` of `parts` merges, a batch of loads in flight at a time.
+template <class V>
+__device__ __forceinline__ void gather(Sums<V>& sums, const float* partials, int row, int head, int past, int part, int parts, int lane) {
+  constexpr int heads = int(V::heads), splits = int(V::splits), group = heads / int(V::kv_heads), BATCH = Sums<V>::PAIRS > 2 ? 4 : 8;
+  for (int begin = part; begin < splits; begin += BATCH * parts) {
+    Sums<V> loaded[BATCH];
+#pragma unroll
+    for (int j = 0; j < BATCH; ++j) {
+      const int split = begin + j * parts;
+      if (split < splits && (split < past || split == splits - 1))
+        loaded[j].load(partials + partial_offset(row, heads, head / group, splits, split, group, head % group, int(V::head_dim)), lane);
+      else
+        loaded[j].clear();
+    }
+#pragma unroll
+    for (int j = 0; j < BATCH; ++j) sums.merge(loaded[j]);
+  }
+}
+
+template <class V>
+__device__ __forceinline__ void store(const Sums<V>& sums, bf16* out, int lane) {
+  const float inverse = 1.0f / sums.total;
+#pragma unroll
+  for (int u = 0; u < Sums<V>::PAIRS; ++u) {
+    const int d = 2 * (lane + 32 * u);
+    if (d < int(V::head_dim)) *reinterpret_cast<uint32_t*>(out + d) = pack_bf16(sums.of[u].x * inverse, sums.of[u].y * inverse);
+  }
+}
+
+// Blocks of past positions that the segment of a row sees; lane l of the warp looks at segments l, l + 32, ...
+__device__ __forceinline__ int past_count_of_row(const Context& c, int row, int window, int block, int lane) {
+  const int segments = load_int(&c.step->segments);
+  int count = 0;
+  for (int s = lane; s < segments; s += 32) {
+    const Segment* segment = c.segments + s;
+    const int begin = load_int(&segment->row_begin), rows = load_int(&segment->rows), position = load_int(&segment->position);
+    if (row >= begin && row < begin + rows) count = past_blocks(position, window, block).count;
+  }
+  return warp_sum(count);
+}
+
+template <class V>
+__device__ void run(const Context& c, const Instruction& i, Block& b) {
+  constexpr int head_dim = int(V::head_dim), heads = int(V::heads);
+  const int rows = load_int(&c.step->rows), work = rows * (i.tile_end - i.tile_begin);
+  int parts = 1;
+  while (2 * parts * work <= WARPS) parts *= 2;  // warps a (row, head)
+  const int unit = b.warp / parts, part = b.warp % parts, units = WARPS / parts;
+  const float* partials = operand<float>(c, i, 0);
+  bf16* out = operand<bf16>(c, i, 1);
+  Sums<V>* shared = reinterpret_cast<Sums<V>*>(b.scratch);  // [warp][lane]
+  int past = unit < work ? past_count_of_row(c, unit % rows, int(V::window), kv_block(head_dim), b.lane) : 0;
+  wait_inputs(b);
+  for (int n = unit; n < work; n += units) {
+    const int row = n % rows, head = i.tile_begin + n / rows;
+    if (n != unit) past = past_count_of_row(c, row, int(V::window), kv_block(head_dim), b.lane);
+    Sums<V> sums;
+    sums.clear();
+    gather(sums, partials, row, head, past, part, parts, b.lane);
+    bf16* to = out + (int64_t(row) * heads + head) * head_dim;
+    if (parts == 1) {
+      store(sums, to, b.lane);
+      continue;
+    }
+    shared[b.thread] = sums;
+  }
+  if (parts == 1) return;
+  // More than one part: every warp had at most one row, and warps without one are there for the barrier.
+  b.sync();
+  if (part != 0 || unit >= work) return;
+  Sums<V> sums = shared[b.thread];
+  for (int p = 1; p < parts; ++p) sums.merge(shared[b.thread + 32 * p]);
+  store(sums, out + (int64_t(unit % rows) * heads + i.tile_begin + unit / rows) * head_dim, b.lane);
+}
+
+}  // namespace mpk::attention_combine

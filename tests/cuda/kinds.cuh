@@ -1,0 +1,56 @@
+// A kernel that runs one task body on every block, over and over, with memory of the test's own; `run_body` is generated before it.
+#pragma once
+
+// What the test passes, in this order; addresses of device memory.
+struct TestLaunch {
+  uint64_t weights, params, arena, kv, step, segments, row_token, row_slot, row_position, logit_row, sequences, tokens, page_table;
+  uint64_t free_pages, free_page_count, chosen_logprob, top_logprob, top_token, logits_out, token_ns, cancel;
+  int64_t logits_out_positions;
+  uint64_t instructions;  // Instruction [blocks]
+  uint64_t times;         // int64 [repeats][blocks] nanoseconds, or 0
+  uint64_t arrivals;      // uint64, zeroed: the barrier between repetitions
+  int32_t max_batch, max_rows, max_context, max_pages, num_pages, opcode, repeats, layers;
+};
+
+template <class T>
+__device__ T* at(uint64_t address) { return reinterpret_cast<T*>(address); }
+
+__device__ mpk::Context context_of(const TestLaunch& t) {
+  mpk::Context c{};
+  c.weights = at<unsigned char>(t.weights), c.params = at<unsigned char>(t.params), c.arena = at<unsigned char>(t.arena), c.kv = at<unsigned char>(t.kv);
+  c.step = at<mpk::Step>(t.step), c.segments = at<mpk::Segment>(t.segments);
+  c.row_token = at<int32_t>(t.row_token), c.row_slot = at<int32_t>(t.row_slot), c.row_position = at<int32_t>(t.row_position);
+  c.logit_row = at<int32_t>(t.logit_row), c.sequences = at<mpk::Sequence>(t.sequences), c.tokens = at<int32_t>(t.tokens);
+  c.page_table = at<int32_t>(t.page_table), c.free_pages = at<int32_t>(t.free_pages), c.free_page_count = at<int32_t>(t.free_page_count);
+  c.chosen_logprob = at<float>(t.chosen_logprob), c.top_logprob = at<float>(t.top_logprob), c.top_token = at<int32_t>(t.top_token);
+  c.logits_out = at<float>(t.logits_out), c.logits_out_positions = t.logits_out_positions;
+  c.token_ns = at<int64_t>(t.token_ns), c.cancel = at<int32_t>(t.cancel);
+  c.max_batch = t.max_batch, c.max_rows = t.max_rows, c.max_context = t.max_context, c.max_pages = t.max_pages, c.num_pages = t.num_pages;
+  return c;
+}
+
+extern "C" __global__ void __launch_bounds__(mpk::BLOCK_THREADS, 1) run_kind(const TestLaunch t) {
+  extern __shared__ __align__(128) unsigned char scratch[];
+  const int thread = int(threadIdx.x);
+  if (thread >= mpk::THREADS) return;  // the loader's warp has nothing to do
+  mpk::Block b{};
+  b.sm = int(blockIdx.x), b.sms = int(gridDim.x), b.thread = thread, b.warp = thread / 32, b.lane = thread % 32, b.scratch = scratch;
+  __shared__ mpk::Context c;
+  __shared__ mpk::Instruction i;
+  if (thread == 0) c = context_of(t);
+  for (int r = 0; r < t.repeats; ++r) {
+    if (thread == 0) {
+      i = at<mpk::Instruction>(t.instructions)[blockIdx.x];
+      i.layer += r % t.layers;  // so that repetitions do not find their keys and values in the L2
+    }
+    if (thread == 0 && t.repeats > 1) {
+      mpk::add_release(at<uint64_t>(t.arrivals), 1);
+      while (mpk::load_acquire(at<uint64_t>(t.arrivals)) < uint64_t(r + 1) * gridDim.x) {}
+    }
+    b.sync();
+    const int64_t begin = mpk::now_ns();
+    if (i.tile_begin < i.tile_end) run_body(t.opcode, c, i, b);
+    b.sync();
+    if (thread == 0 && t.times != 0) at<int64_t>(t.times)[int64_t(r) * gridDim.x + blockIdx.x] = mpk::now_ns() - begin;
+  }
+}

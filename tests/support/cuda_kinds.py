@@ -1,0 +1,179 @@
+"""Compiles task bodies of the CUDA back end into a small kernel and runs them on memory of the test's own."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpk.codegen import cuda_source, layout, nvrtc
+from mpk.codegen.layout import KV_PAGE_TOKENS
+from mpk.codegen.program import constant
+from mpk.graph.tensor_graph import Scalar
+from mpk.runtime.cuda_device import Device, Memory
+from mpk.tasks.packing import from_bf16, to_bf16
+
+SOURCES = Path(__file__).parent.parent / "cuda"
+ARCHITECTURE = "sm_90a"
+THREADS, SCRATCH_BYTES = 288, 56 * 1024  # BLOCK_THREADS and SCRATCH_BYTES of block.cuh
+POINTERS = ("weights", "params", "arena", "kv", "step", "segments", "row_token", "row_slot", "row_position", "logit_row", "sequences", "tokens",
+            "page_table", "free_pages", "free_page_count", "chosen_logprob", "top_logprob", "top_token", "logits_out", "token_ns", "cancel")
+SIZES = ("max_batch", "max_rows", "max_context", "max_pages", "num_pages", "opcode", "repeats", "layers")
+LAUNCH = np.dtype([*((n, "<u8") for n in POINTERS), ("logits_out_positions", "<i8"), ("instructions", "<u8"), ("times", "<u8"),
+                   ("arrivals", "<u8"), *((n, "<i4") for n in SIZES)], align=True)
+
+
+def source_of(kind: str, constants: Mapping[str, Scalar]) -> str:
+    """A kernel around one variant of a kind."""
+    lines = " ".join(f"static constexpr {constant(n, v)};" for n, v in constants.items())
+    return (f'#include "{kind}/cuda.cuh"\nstruct V {{ {lines} }};\n'
+            "__device__ __forceinline__ void run_body(int, const mpk::Context& c, const mpk::Instruction& i, mpk::Block& b) "
+            f"{{ mpk::{kind}::run<V>(c, i, b); }}\n{(SOURCES / 'kinds.cuh').read_text()}")
+
+
+@functools.cache
+def _compiled(kind: str, constants: tuple[tuple[str, Scalar], ...]) -> nvrtc.Cubin:
+    """The kernel of a variant; MPK_TEST_CUBINS names a folder that keeps machine code between runs."""
+    text, headers = source_of(kind, dict(constants)), cuda_source.headers([kind])
+    folder = os.environ.get("MPK_TEST_CUBINS")
+    if not folder:
+        return nvrtc.compile_cubin(text, headers, ARCHITECTURE, cuda_source.OPTIONS)
+    path = Path(folder) / (hashlib.sha256(repr((text, sorted(headers.items()))).encode()).hexdigest()[:32] + ".cubin")
+    if path.is_file():
+        return nvrtc.Cubin(path.read_bytes(), ARCHITECTURE, {})
+    cubin = nvrtc.compile_cubin(text, headers, ARCHITECTURE, cuda_source.OPTIONS)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(cubin.image)
+    return cubin
+
+
+def compiled(kind: str, constants: Mapping[str, Scalar]) -> nvrtc.Cubin:
+    return _compiled(kind, tuple(constants.items()))
+
+
+@functools.cache
+def device() -> Device:
+    return Device(0)
+
+
+@functools.cache
+def _function(kind: str, constants: tuple[tuple[str, Scalar], ...]) -> Any:
+    return device().function(device().load(_compiled(kind, constants).image), "run_kind", SCRATCH_BYTES)
+
+
+class Machine:
+    """Device memory by the names of the context's fields, and buffers in an arena; everything is downloaded by name."""
+
+    def __init__(self, **sizes: int) -> None:
+        self.launch = np.zeros(1, LAUNCH)
+        self.launch["repeats"] = self.launch["layers"] = 1
+        for name, value in sizes.items():
+            self.launch[name] = value
+        self.memory: dict[str, Memory] = {}
+        self.arrays: dict[str, np.ndarray] = {}
+        self.offsets: dict[str, int] = {}
+
+    def put(self, name: str, array: np.ndarray) -> None:
+        """Upload `array` as field `name` of the context."""
+        self.arrays[name] = array
+        self.memory[name] = device().allocate(array.nbytes + 256)
+        self.memory[name].upload(array)
+        self.launch[name] = self.memory[name].address
+
+    def buffers(self, **buffers: np.ndarray) -> None:
+        """Upload buffers into one arena."""
+        total = 0
+        for name, array in buffers.items():
+            self.offsets[name] = total
+            total += -(-array.nbytes // 256) * 256
+        arena = np.zeros(total, np.uint8)
+        for name, array in buffers.items():
+            arena[self.offsets[name] : self.offsets[name] + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            self.arrays[name] = array
+        self.put("arena", arena)
+
+    def get(self, name: str) -> np.ndarray:
+        """The present contents of a field or buffer, in the shape that was uploaded."""
+        array = self.arrays[name]
+        if name in self.offsets:
+            return self.memory["arena"].download(np.uint8, array.nbytes, self.offsets[name]).view(array.dtype).reshape(array.shape)
+        return self.memory[name].download(np.uint8, array.nbytes).view(array.dtype).reshape(array.shape)
+
+    def run(self, kind: str, constants: Mapping[str, Scalar], operands: Sequence[str], ranges: Iterable[tuple[int, int]], repeats: int = 1,
+            layers: int = 1) -> np.ndarray:
+        """Run tiles ranges[b] on block b; returns nanoseconds [repeats, blocks] of the body on each block."""
+        ranges = list(ranges)
+        instructions = np.zeros(len(ranges), layout.dtype("Instruction"))
+        instructions["operand"] = -1
+        for slot, name in enumerate(operands):
+            instructions["operand"][:, slot] = self.offsets.get(name, -1)
+        instructions["tile_begin"], instructions["tile_end"] = [r[0] for r in ranges], [r[1] for r in ranges]
+        own = {n: device().allocate(size) for n, size in (("instructions", instructions.nbytes), ("times", 8 * repeats * len(ranges)), ("arrivals", 8))}
+        own["instructions"].upload(instructions)
+        own["arrivals"].fill(0)
+        for name, memory in own.items():
+            self.launch[name] = memory.address
+        self.launch["repeats"], self.launch["layers"] = repeats, layers
+        device().launch(_function(kind, tuple(constants.items())), len(ranges), THREADS, SCRATCH_BYTES, self.launch)
+        device().synchronize()
+        return own["times"].download(np.int64, repeats * len(ranges)).reshape(repeats, len(ranges))
+
+
+def spread(tiles: int, blocks: int) -> list[tuple[int, int]]:
+    """Equal contiguous ranges of tiles, one a block."""
+    edges = [tiles * b // blocks for b in range(blocks + 1)]
+    return list(zip(edges, edges[1:], strict=False))
+
+
+def put_step(m: Machine, segments: Sequence[tuple[int, int, int]], tokens: np.ndarray, logit_rows: np.ndarray, max_rows: int) -> None:
+    """The step, its segments (slot, position, rows) and rows."""
+    step, table = np.zeros(1, layout.dtype("Step")), np.zeros(max(max_rows, 32), layout.dtype("Segment"))
+    row = 0
+    slots, positions = np.zeros(max_rows, np.int32), np.zeros(max_rows, np.int32)
+    for n, (slot, position, rows) in enumerate(segments):
+        table[n] = (slot, row, rows, position)
+        slots[row : row + rows], positions[row : row + rows] = slot, np.arange(position, position + rows)
+        row += rows
+    step["number"], step["rows"], step["logit_rows"], step["segments"] = 1, row, len(logit_rows), len(segments)
+    padded = np.zeros(max_rows, np.int32)
+    padded[: len(tokens)] = tokens
+    logit = np.zeros(max(max_rows, 32), np.int32)
+    logit[: len(logit_rows)] = logit_rows
+    for name, array in (("step", step), ("segments", table), ("row_token", padded), ("row_slot", slots), ("row_position", positions), ("logit_row", logit)):
+        m.put(name, array)
+    m.launch["max_rows"] = max_rows
+
+
+class PagedCache:
+    """One layer's cache in pages of the CUDA layout, bits uint16; places that were never written hold a NaN."""
+
+    POISON = 0x7FC5
+
+    def __init__(self, slots: int, context: int, kv_heads: int, head_dim: int) -> None:
+        per_slot = -(-context // KV_PAGE_TOKENS)
+        self.kv_heads, self.head_dim = kv_heads, head_dim
+        self.table = np.random.default_rng(3).permutation(slots * per_slot).astype(np.int32).reshape(slots, per_slot)
+        self.pages = np.full((slots * per_slot, kv_heads, 2, KV_PAGE_TOKENS * head_dim), self.POISON, np.uint16)
+
+    def keys(self, slot: int, page: int) -> np.ndarray:
+        """Bits [kv_heads, KV_PAGE_TOKENS, head_dim] of a sequence's page."""
+        return self.pages[self.table[slot, page], :, 0].reshape(self.kv_heads, KV_PAGE_TOKENS, self.head_dim)
+
+    def values(self, slot: int, page: int) -> np.ndarray:
+        """The same of values, which stand transposed."""
+        return self.pages[self.table[slot, page], :, 1].reshape(self.kv_heads, self.head_dim, KV_PAGE_TOKENS).transpose(0, 2, 1)
+
+    def put(self, slot: int, position: int, token: np.ndarray) -> None:
+        """Write a token [2 * kv_heads * head_dim], key heads first."""
+        bits = to_bf16(token).reshape(2, self.kv_heads, self.head_dim)
+        page, at = divmod(position, KV_PAGE_TOKENS)
+        self.keys(slot, page)[:, at], self.values(slot, page)[:, at] = bits[0], bits[1]
+
+    def get(self, slot: int, position: int) -> np.ndarray:
+        page, at = divmod(position, KV_PAGE_TOKENS)
+        return from_bf16(np.stack([self.keys(slot, page)[:, at], self.values(slot, page)[:, at]])).reshape(-1)

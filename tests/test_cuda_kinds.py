@@ -1,0 +1,373 @@
+"""Task bodies of the CUDA back end, each alone: they compile without spills, and on a GPU compute what their references do."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mpk.codegen import layout, nvrtc
+from mpk.errors import TargetError
+from mpk.graph.sm_task_graph import Task
+from mpk.graph.tensor_graph import Scalar
+from mpk.tasks.attention_combine.cases import CASES as COMBINE
+from mpk.tasks.base import Env, StepView, kind_of
+from mpk.tasks.case import Case, Segments
+from mpk.tasks.embed.cases import CASES as EMBED
+from mpk.tasks.packing import from_bf16, round_to, to_bf16
+from mpk.tasks.rope_table.cases import CASES as ROPE
+from mpk.tasks.rotary_attention.cases import CASES as ATTENTION
+from mpk.tasks.rotary_attention.sharing import kv_block, past_positions
+from mpk.tasks.sample import reference as sampling
+from mpk.tasks.sample.cases import OPTIONS
+from mpk.tasks.sample.reference import SamplingOptions
+from mpk.tasks.sample_part.cases import CASES as SLICED
+from mpk.tasks.sample_part.sharing import PART_COLUMNS, slices
+from tests.support.cuda_kinds import Machine, PagedCache, compiled, put_step, spread
+from tests.support.task_kinds import RandomWeights, step_view
+
+POISON = np.array([0x7FC0DEAD], np.uint32).view(np.float32)[0]
+MODELS = {"llama-3.1-8b": (32, 8, 128, 16), "qwen3-0.6b": (16, 8, 128, 16), "qwen3-32b": (64, 8, 128, 16), "qwen2.5-0.5b": (14, 2, 64, 33)}
+
+
+def variants() -> list[tuple[str, dict[str, Scalar]]]:
+    found = [(c.op.kind, dict(kind_of(c.op).variant(c.op, c.graph, "bf16"))) for c in (*EMBED, *ROPE, *ATTENTION, *COMBINE)]
+    for heads, kv_heads, head_dim, splits in MODELS.values():
+        found.append(("rotary_attention", {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "window": 0, "splits": splits,
+                                           "scale": head_dim**-0.5, "eps": 1e-6, "q_norm": True, "k_norm": True}))
+    found += [(kind, sliced(vocab, workers)) for kind in ("sample_part", "sample") for vocab, workers in SLICED]
+    return [*found, ("advance", {})]
+
+
+def sliced(vocab: int, workers: int) -> dict[str, Scalar]:
+    parts, size = slices(vocab, workers)
+    return {"vocab": vocab, "parts": parts, "slice": size}
+
+
+@pytest.mark.parametrize(("kind", "constants"), variants(), ids=lambda v: v if isinstance(v, str) else ",".join(str(x) for x in v.values()))
+def test_bodies_compile_without_spills(kind: str, constants: Mapping[str, Scalar]) -> None:
+    try:
+        nvrtc.version()
+    except TargetError:
+        pytest.skip("NVRTC is not installed")
+    for resources in compiled(kind, constants).resources.values():
+        assert resources.registers <= 168
+        if int(constants.get("head_dim", 0)) <= 128:
+            assert resources.spill_stores == 0
+
+
+# ---- one layer's attention
+class Attention:
+    """Random memory of one case and step, on the device and for the reference."""
+
+    def __init__(self, case: Case, segments: Segments) -> None:
+        self.case, self.segments, self.a = case, segments, case.op.attrs
+        heads, kv_heads, head_dim, self.splits, self.window = (int(self.a[n]) for n in ("heads", "kv_heads", "head_dim", "splits", "window"))
+        self.heads, self.kv_heads, self.head_dim, self.group = heads, kv_heads, head_dim, heads // kv_heads
+        self.step = step_view(segments, 33)
+        self.rows = len(self.step.tokens)
+        rng = np.random.default_rng(1)
+        self.qkv = round_to(rng.standard_normal((self.rows, (heads + 2 * kv_heads) * head_dim), dtype=np.float32), "bf16")
+        angles = self.step.positions[:, None] * (1e4 ** -(np.arange(head_dim // 2) * 2 / head_dim)).astype(np.float32)[None]
+        self.rope = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+        self.weights = RandomWeights(case, "bf16")
+        context = int(self.step.positions.max()) + 1
+        self.cache, self.plain = PagedCache(4, context, kv_heads, head_dim), np.full((4, context, 2 * kv_heads * head_dim), np.nan, np.float32)
+        for slot, position, _ in segments:
+            past = round_to(rng.standard_normal((position, 2 * kv_heads * head_dim), dtype=np.float32), "bf16")
+            self.plain[slot, :position] = past
+            for t in range(position):
+                self.cache.put(slot, t, past[t])
+
+    def reference(self) -> np.ndarray:
+        """attn [rows, heads, head_dim]; appends to `plain`."""
+        columns = self.heads * self.head_dim
+        op = SimpleNamespace(**{**vars(self.case.op), "attrs": {**self.a, "splits": 1}})
+        env = Env({op.inputs[0]: self.qkv, op.inputs[1]: self.rope, op.outputs[0]: np.zeros((self.rows, columns), np.float32)}, {op.inputs[2]: self.plain},
+                  self.step, lambda name: self.weights.tensors[name], self.case.graph)
+        importlib.import_module("mpk.tasks.rotary_attention.reference").run(op, Task(0, 0, op.kind, 0, self.kv_heads, (), ()), env)
+        return env.buffers[op.outputs[0]].reshape(self.rows, self.heads, self.head_dim)
+
+    def execute(self, blocks: int) -> tuple[np.ndarray, np.ndarray]:
+        """Output as the device left it, float32, and the pages of the cache."""
+        kind, op = kind_of(self.case.op), self.case.op
+        columns = self.heads * (self.head_dim if self.splits == 1 else self.splits * (self.head_dim + 2))
+        out = np.full((self.rows, columns), POISON, np.float32)
+        m = Machine(max_batch=4, max_context=self.plain.shape[1], max_pages=self.cache.table.shape[1], num_pages=len(self.cache.pages))
+        put_step(m, self.segments, self.step.tokens, self.step.logit_rows, self.rows)
+        m.put("kv", self.cache.pages)
+        m.put("page_table", self.cache.table)
+        m.put("params", np.append(kind.params(op, self.case.graph, self.weights), np.float32(0)))
+        m.buffers(qkv=to_bf16(self.qkv), rope=self.rope, out=to_bf16(out) if self.splits == 1 else out)
+        m.run("rotary_attention", kind.variant(op, self.case.graph, "bf16"), kind.operands, spread(kind.tiles(op, self.case.graph), blocks))
+        return from_bf16(m.get("out")) if self.splits == 1 else m.get("out"), m.get("kv")
+
+    def has_work(self) -> np.ndarray:
+        """bool [rows, splits]: whether a split leaves a partial result of a row."""
+        work = np.zeros((self.rows, self.splits), bool)
+        row = 0
+        for _, position, rows in self.segments:
+            for split in range(self.splits):
+                begin, end = past_positions(position, self.window, split, self.splits, kv_block(self.head_dim))
+                work[row : row + rows, split] = begin < end or split == self.splits - 1
+            row += rows
+        return work
+
+    def merged(self, out: np.ndarray) -> np.ndarray:
+        """attn [rows, heads, head_dim] of what the device left; places of splits without work must be untouched."""
+        if self.splits == 1:
+            return out.reshape(self.rows, self.heads, self.head_dim)
+        parts = out.reshape(self.rows, self.kv_heads, self.splits, self.group, self.head_dim + 2).transpose(0, 2, 1, 3, 4)
+        work = self.has_work()
+        assert (parts[~work].view(np.uint32) == np.array(POISON).view(np.uint32)).all(), f"{self.case.label}: a split without work wrote"
+        parts = np.where(work[:, :, None, None, None], parts, np.array([0] * self.head_dim + [-np.inf, 0], np.float32))
+        top = parts[..., -2].max(axis=1, keepdims=True)
+        scale = np.exp(parts[..., -2] - top)
+        total = (scale * parts[..., -1]).sum(axis=1)
+        return ((scale[..., None] * parts[..., :-2]).sum(axis=1) / total[..., None]).reshape(self.rows, self.heads, self.head_dim)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ATTENTION, ids=lambda c: c.label)
+def test_attention_rotates_appends_and_attends_as_its_reference(case: Case) -> None:
+    for segments in case.steps:
+        run = Attention(case, segments)
+        tiles = run.kv_heads * run.splits
+        out, pages = run.execute(tiles)
+        again, pages_again = run.execute(max(1, tiles // 3))
+        assert np.array_equal(out.view(np.uint32), again.view(np.uint32)), f"{case.label} {segments}: bits depend on the distribution of tiles"
+        assert np.array_equal(pages, pages_again)
+        expected, actual = run.reference(), run.merged(out)
+        distance = np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+        assert distance < 8e-3, f"{case.label} {segments}: {distance}"
+        after = PagedCache(4, run.plain.shape[1], run.kv_heads, run.head_dim)
+        after.pages = pages
+        for slot, position in zip(run.step.slots.tolist(), run.step.positions.tolist(), strict=True):
+            np.testing.assert_allclose(after.get(slot, position), run.plain[slot, position], 2.0**-7, 1e-4)
+            run.cache.put(slot, position, after.get(slot, position))
+        assert np.array_equal(pages, run.cache.pages), f"{case.label} {segments}: cache changed outside its region"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", COMBINE, ids=lambda c: c.label)
+def test_combine_merges_the_splits_that_have_work(case: Case) -> None:
+    a, kind = case.op.attrs, kind_of(case.op)
+    heads, kv_heads, head_dim, splits = (int(a[n]) for n in ("heads", "kv_heads", "head_dim", "splits"))
+    for segments in case.steps:
+        step = step_view(segments, 33)
+        rows = len(step.tokens)
+        rng = np.random.default_rng(2)
+        parts = rng.standard_normal((rows, kv_heads, splits, heads // kv_heads, head_dim + 2), dtype=np.float32)
+        parts[..., -1] = np.abs(parts[..., -1]) + 1
+        held, row = parts.copy(), 0
+        for _, position, count in segments:
+            for split in range(splits - 1):
+                begin, end = past_positions(position, int(a["window"]), split, splits, kv_block(head_dim))
+                if begin == end:
+                    held[row : row + count, :, split], parts[row : row + count, :, split] = POISON, np.array([0] * head_dim + [-np.inf, 0])
+            row += count
+        m = Machine(max_batch=4)
+        put_step(m, segments, step.tokens, step.logit_rows, rows)
+        m.buffers(partial=held, out=np.zeros((rows, heads * head_dim), np.uint16))
+        op = SimpleNamespace(**{**vars(case.op), "attrs": {**a, "share_rows": False}})
+        env = Env({case.op.inputs[0]: parts.reshape(rows, -1), case.op.outputs[0]: np.zeros((rows, heads * head_dim), np.float32)}, {}, step, lambda _: None,
+                  case.graph)  # type: ignore[arg-type,return-value]
+        importlib.import_module("mpk.tasks.attention_combine.reference").run(op, Task(0, 0, op.kind, 0, heads, (), ()), env)
+        for blocks in (heads, 2, 1):
+            m.run("attention_combine", kind.variant(case.op, case.graph, "bf16"), kind.operands, spread(heads, blocks))
+            np.testing.assert_allclose(from_bf16(m.get("out")), env.buffers[case.op.outputs[0]], 2.0**-7, 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", EMBED, ids=lambda c: c.label)
+def test_embeddings_are_copied_bit_for_bit(case: Case) -> None:
+    hidden, kind = int(case.op.attrs["hidden"]), kind_of(case.op)
+    matrix = to_bf16(RandomWeights(case, "bf16").tensors["embedding"])
+    for segments in case.steps:
+        step = step_view(segments, len(matrix))
+        m = Machine(max_batch=4)
+        put_step(m, segments, step.tokens, step.logit_rows, len(step.tokens))
+        m.put("weights", matrix)
+        m.buffers(x=np.zeros((len(step.tokens), hidden), np.uint16))
+        tiles = kind.tiles(case.op, case.graph)
+        m.run("embed", kind.variant(case.op, case.graph, "bf16"), kind.operands, spread(tiles, min(3, tiles)))
+        assert np.array_equal(m.get("x"), matrix[step.tokens])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ROPE, ids=lambda c: c.label)
+def test_rotation_table_is_accurate_at_any_position(case: Case) -> None:
+    kind, head_dim = kind_of(case.op), int(case.op.attrs["head_dim"])
+    for segments in (*case.steps, ((0, 131071, 1), (1, 40000, 3))):
+        step = step_view(segments, 33)
+        rows = len(step.tokens)
+        m = Machine(max_batch=4)
+        put_step(m, segments, step.tokens, step.logit_rows, rows)
+        m.put("params", kind.params(case.op, case.graph, RandomWeights(case, "bf16")))
+        m.buffers(rope=np.zeros((rows, head_dim), np.float32))
+        m.run("rope_table", kind.variant(case.op, case.graph, "bf16"), kind.operands, [(0, 1)])
+        frequencies, factor = case.graph.config.rope.inverse_frequencies(head_dim)
+        angles = (step.positions.astype(np.float32)[:, None] * frequencies[None]).astype(np.float64)
+        expected = np.concatenate([np.cos(angles), np.sin(angles)], axis=1) * factor
+        assert np.abs(m.get("rope") - expected).max() < 4e-7
+
+
+# ---- sampling
+class Sampling:
+    """Sequences of a batch with a row of logits each; slot s has logits[s], and `histories[s]` = (prompt, output)."""
+
+    def __init__(self, logits: np.ndarray, histories: list[tuple[list[int], list[int]]], options: list[SamplingOptions], workers: int,
+                 top_logprobs: list[int] | None = None) -> None:
+        self.batch, self.vocab = logits.shape
+        self.constants = sliced(self.vocab, workers)
+        parts, context = int(self.constants["parts"]), max(len(p) + len(o) for p, o in histories) + 1
+        self.m = Machine(max_batch=self.batch, max_context=context)
+        sequences, tokens = np.zeros(self.batch, layout.dtype("Sequence")), np.zeros((self.batch, context), np.int32)
+        for slot, ((prompt, output), o) in enumerate(zip(histories, options, strict=True)):
+            s = sequences[slot : slot + 1]
+            for name, value in vars(o).items():
+                s[name] = value
+            s["active"], s["prompt_length"], s["length"] = 1, len(prompt), len(prompt) + len(output)
+            s["top_logprobs"] = -1 if top_logprobs is None else top_logprobs[slot]
+            tokens[slot, : len(prompt) + len(output)] = [*prompt, *output]
+        order = np.random.default_rng(4).permutation(self.batch).astype(np.int32)  # logit row l belongs to row order[l], that is to its slot
+        put_step(self.m, [(slot, context - 2, 1) for slot in range(self.batch)], np.zeros(self.batch, np.int32), order, self.batch)
+        self.m.put("sequences", sequences)
+        self.m.put("tokens", tokens)
+        self.m.put("chosen_logprob", np.zeros((self.batch, context), np.float32))
+        self.m.put("top_logprob", np.zeros((self.batch, context, layout.MAX_TOP_LOGPROBS), np.float32))
+        self.m.put("top_token", np.zeros((self.batch, context, layout.MAX_TOP_LOGPROBS), np.int32))
+        self.m.buffers(logits=logits[order], choice=np.full(self.batch, -7, np.int32),
+                       parts=np.full((self.batch, parts * PART_COLUMNS), POISON, np.float32), values=np.full(logits.shape, POISON, np.float32))
+        self.m.run("sample_part", self.constants, ("logits", "parts", "values"), spread(parts, parts))
+        self.m.run("sample", self.constants, ("logits", "choice", "parts", "values"), spread(self.batch, self.batch))
+        self.choice = self.m.get("choice")
+
+
+def history(rng: np.random.Generator, vocab: int) -> tuple[list[int], list[int]]:
+    return rng.integers(0, vocab, int(rng.integers(1, 40))).tolist(), rng.integers(0, min(vocab, 9), int(rng.integers(0, 20))).tolist()
+
+
+def check_choice(token: int, logits: np.ndarray, prompt: list[int], output: list[int], o: SamplingOptions) -> None:
+    """The reference's token, or one whose interval of the cumulative distribution lies within rounding of the draw."""
+    assert 0 <= token < len(logits)
+    if o.temperature == 0:
+        x = sampling.penalized(logits, prompt, output, o)
+        assert x[token] >= x.max() - 1e-6 * abs(x.max()), (token, int(np.argmax(x)))
+        return
+    p = sampling.distribution(logits, prompt, output, o)
+    end = np.cumsum(p)
+    u = sampling.philox_uniform(o.seed, len(prompt) + len(output))
+    slack = 1e-5 + 0.002 * (o.top_p < 1 or o.min_p > 0)  # a filter's edge may fall on the other side of one token
+    assert end[token] - p[token] - slack <= u <= end[token] + slack, (token, o, u, end[token] - p[token], end[token])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("vocab", "workers"), SLICED)
+def test_choices_follow_the_rules_of_the_reference(vocab: int, workers: int) -> None:
+    rng = np.random.default_rng(8)
+    for scale in (1.0, 4.0):
+        options = [SamplingOptions(**{**vars(o), "seed": int(rng.integers(2**62))}) for o in OPTIONS * 2]
+        logits = (rng.standard_normal((len(options), vocab)) * scale).astype(np.float32)
+        histories = [history(rng, vocab) for _ in options]
+        run = Sampling(logits, histories, options, workers)
+        for slot, o in enumerate(options):
+            check_choice(int(run.choice[slot]), logits[slot], *histories[slot], o)
+
+
+@pytest.mark.gpu
+def test_a_single_sequence_draws_each_token_as_often_as_its_probability() -> None:
+    logits = np.log(np.array([[0.5, 0.25, 0.125, 0.125]])).astype(np.float32)
+    counts = np.zeros(4, int)
+    for seed in range(60):
+        counts[Sampling(logits, [([0], [])], [SamplingOptions(temperature=1.0, seed=seed)], 132).choice[0]] += 1
+    expected = [int(sampling.choose(logits[0], [0], [], SamplingOptions(temperature=1.0, seed=seed))) for seed in range(60)]
+    assert counts.tolist() == np.bincount(expected, minlength=4).tolist()
+
+
+@pytest.mark.gpu
+def test_ties_keep_the_lowest_tokens_in_a_nucleus_and_all_tokens_in_top_k() -> None:
+    logits, vocab = np.zeros((16, 5000), np.float32), 5000
+    options = [SamplingOptions(temperature=1.0, top_p=0.1, seed=s) for s in range(8)] + [SamplingOptions(temperature=1.0, top_k=3, seed=s) for s in range(8)]
+    choice = Sampling(logits, [([0], [])] * 16, options, 132).choice
+    expected = [sampling.choose(logits[0], [0], [], o) for o in options]
+    assert np.abs(choice - expected).max() <= 1
+    assert choice[:8].max() < vocab // 10 and choice[8:].max() > vocab // 10
+
+
+@pytest.mark.gpu
+def test_logits_without_a_finite_maximum_give_no_token() -> None:
+    logits = np.zeros((3, 300), np.float32)
+    logits[0], logits[1, 7], logits[2, 5] = np.nan, np.inf, np.nan
+    logits[2, 6] = 1.0
+    for o in (SamplingOptions(), SamplingOptions(temperature=1.0, top_k=2), SamplingOptions(temperature=0.01)):
+        choice = Sampling(logits, [([0], [])] * 3, [o] * 3, 132).choice
+        assert choice[:2].tolist() == [-1, -1]
+        assert choice[2] == 6 or o.top_k == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("vocab", "workers"), SLICED)
+def test_log_probabilities_are_those_of_the_logits_as_they_came_in(vocab: int, workers: int) -> None:
+    rng = np.random.default_rng(9)
+    logits = (rng.standard_normal((4, vocab)) * 3).astype(np.float32)
+    logits[1] = np.round(logits[1])  # many ties
+    histories = [history(rng, vocab) for _ in range(4)]
+    options = [SamplingOptions(), SamplingOptions(repetition_penalty=1.5), SamplingOptions(temperature=0.8, top_k=9, seed=5), SamplingOptions()]
+    tops = [20, 20, 5, 0]
+    run = Sampling(logits, histories, options, workers, tops)
+    chosen, top, ids = (run.m.get(n) for n in ("chosen_logprob", "top_logprob", "top_token"))
+    for slot in range(4):
+        place, x = sum(len(part) for part in histories[slot]), logits[slot].astype(np.float64)
+        expected = x - x.max() - np.log(np.exp(x - x.max()).sum())
+        check_choice(int(run.choice[slot]), logits[slot], *histories[slot], options[slot])
+        assert chosen[slot, place] == pytest.approx(expected[run.choice[slot]], abs=2e-5)
+        order = np.argsort(-x, kind="stable")[: tops[slot]]
+        assert ids[slot, place, : len(order)].tolist() == order.tolist()
+        np.testing.assert_allclose(top[slot, place, : len(order)], expected[order], atol=2e-5)
+
+
+@pytest.mark.gpu
+def test_all_logits_are_kept_where_a_sequence_asks_for_them() -> None:
+    vocab, constants = 1000, sliced(1000, 3)
+    segments = [(1, 4, 3), (0, 9, 1)]
+    m = Machine(max_batch=2, max_context=16, logits_out_positions=16)
+    put_step(m, segments, np.zeros(4, np.int32), np.arange(4, dtype=np.int32), 4)
+    sequences = np.zeros(2, layout.dtype("Sequence"))
+    sequences["top_logprobs"], sequences["all_logits"], sequences["length"] = -1, [0, 1], [10, 7]
+    sequences["repetition_penalty"] = sequences["top_p"] = 1
+    logits = np.random.default_rng(3).standard_normal((4, vocab)).astype(np.float32)
+    for name, array in (("sequences", sequences), ("tokens", np.zeros((2, 16), np.int32)), ("logits_out", np.zeros((2, 16, vocab), np.float32))):
+        m.put(name, array)
+    m.buffers(logits=logits, choice=np.zeros(2, np.int32), parts=np.zeros((4, 3 * PART_COLUMNS), np.float32), values=np.zeros((4, vocab), np.float32))
+    parts = int(constants["parts"])
+    m.run("sample_part", constants, ("logits", "parts", "values"), spread(parts, 2))
+    m.run("sample", constants, ("logits", "choice", "parts", "values"), [(0, 2)])
+    assert np.array_equal(m.get("logits_out")[1, 4:7], logits[:3])
+    assert not m.get("logits_out")[0].any()
+    assert m.get("choice").tolist() == [int(np.argmax(logits[3])), -1]
+
+
+def test_sliced_vocabularies_are_covered_once() -> None:
+    for vocab, workers in SLICED:
+        parts, size = slices(vocab, workers)
+        assert (parts - 1) * size < vocab <= parts * size and size % 32 == 0 and parts <= max(workers, 1)
+
+
+def test_reference_of_rotary_attention_is_attention_for_any_number_of_splits() -> None:
+    """Partial results of all splits merge to the same as one split, on the reference executor's side."""
+    case = next(c for c in ATTENTION if int(c.op.attrs["splits"]) > 2)
+    run = Attention(case, ((0, 100, 3),))
+    step: StepView = run.step
+    width = run.heads * run.splits * (run.head_dim + 2)
+    env = Env({case.op.inputs[0]: run.qkv, case.op.inputs[1]: run.rope, case.op.outputs[0]: np.zeros((run.rows, width), np.float32)},
+              {case.op.inputs[2]: run.plain}, step, lambda name: run.weights.tensors[name], case.graph)
+    module = importlib.import_module("mpk.tasks.rotary_attention.reference")
+    module.run(case.op, Task(0, 0, case.op.kind, 0, run.kv_heads * run.splits, (), ()), env)
+    parts = env.buffers[case.op.outputs[0]].reshape(run.rows, run.kv_heads, run.splits, run.group, run.head_dim + 2)
+    scale = np.exp(parts[..., -2] - parts[..., -2].max(axis=2, keepdims=True))
+    merged = (scale[..., None] * parts[..., :-2]).sum(axis=2) / (scale * parts[..., -1]).sum(axis=2)[..., None]
+    np.testing.assert_allclose(merged.reshape(run.rows, run.heads, run.head_dim), run.reference(), 1e-4, 1e-5)
