@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import resource
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ def test_tasks_of_an_operator_cover_its_tiles_once_in_equal_shares(graph: SMTask
     for t in graph.tasks:
         by_op.setdefault(t.op, []).append((t.tile_begin, t.tile_end))
     for tiles in by_op.values():
-        assert tiles[0][0] == 0 and all(a[1] == b[0] for a, b in zip(tiles, tiles[1:], strict=False))
+        assert tiles[0][0] == 0 and all(a[1] == b[0] for a, b in pairwise(tiles))
         sizes = [end - begin for begin, end in tiles]
         assert max(sizes) - min(sizes) <= 1
 

@@ -24,7 +24,7 @@ def print_json(value: Any) -> None:
 @contextmanager
 def progress_bar(quiet: bool) -> Iterator[Progress]:
     """A rich progress bar on standard error; yields the callback that moves it. Shows nothing when `quiet`."""
-    if quiet or not sys.stderr.isatty() and not sys.stdout.isatty():
+    if quiet or not sys.stderr.isatty():
         yield lambda what, done, total: None
         return
     from rich.console import Console

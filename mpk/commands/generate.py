@@ -13,7 +13,7 @@ from mpk.errors import ModelError, RequestError
 
 if TYPE_CHECKING:
     from mpk.frontend.tokenizer import Tokenizer
-    from mpk.runtime.instance import GenerateResult
+    from mpk.runtime.request import GenerateResult
 
 DEFAULT_PROMPT = "Explain in two sentences why the sky is blue."
 

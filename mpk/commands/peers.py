@@ -26,7 +26,7 @@ def transformers_model(config: DecoderConfig, dtype: Any) -> Any:
     hf = transformers.AutoConfig.for_model(config.architecture, **settings)
     torch.manual_seed(0)
     with torch.device("cpu"):
-        return transformers.AutoModelForCausalLM.from_config(hf, dtype=dtype).eval()
+        return transformers.AutoModelForCausalLM.from_config(hf, dtype=dtype).eval()  # type: ignore[no-untyped-call]
 
 
 def torch_eager(config: DecoderConfig, dtype: str, steps: int) -> Callable[[int, int], list[float]]:

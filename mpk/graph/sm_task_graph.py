@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from mpk.errors import InternalError
@@ -36,6 +37,9 @@ class Cost(NamedTuple):
     flops: int = 0
 
 
+NO_COST = Cost()
+
+
 @dataclass(slots=True)
 class Task:
     """One tile range of one operator.
@@ -51,7 +55,7 @@ class Task:
     tile_end: int
     reads: tuple[Region, ...]
     writes: tuple[Region, ...]
-    cost: Cost = Cost()
+    cost: Cost = NO_COST
     worker: int = -1
     waits: tuple[int, ...] = ()
     signals: tuple[int, ...] = ()
@@ -129,7 +133,7 @@ class SMTaskGraph:
         return self.tensor_graph.operators[t.op]
 
     def add_task(self, kind: str, op: int, tiles: tuple[int, int], reads: Iterable[Region] = (), writes: Iterable[Region] = (),
-                 cost: Cost = Cost(), worker: int = -1) -> Task:
+                 cost: Cost = NO_COST, worker: int = -1) -> Task:
         """Append a task; its id is its place in the sequential order."""
         task = Task(len(self.tasks), op, kind, tiles[0], tiles[1], tuple(reads), tuple(writes), cost, worker)
         self.tasks.append(task)
@@ -169,7 +173,7 @@ class SMTaskGraph:
         for t in done:
             for e in self.tasks[t].signals:
                 count[e] += 1
-        before = {b: a for q in self.queues for a, b in zip(q, q[1:], strict=False)}
+        before = {b: a for q in self.queues for a, b in pairwise(q)}
         ready = []
         for task in self.tasks:
             if task.id in done or not all(count[e] >= self.events[e].threshold for e in task.waits):
@@ -229,7 +233,7 @@ class SMTaskGraph:
             for p in set().union(*self.dependencies.get(t.id, ())):
                 g.add_edge(f"t{p}", f"t{t.id}", type="dependency")
         for q in self.queues:
-            for a, b in zip(q, q[1:], strict=False):
+            for a, b in pairwise(q):
                 if not g.has_edge(f"t{a}", f"t{b}"):
                     g.add_edge(f"t{a}", f"t{b}", type="queue")
         return g

@@ -132,8 +132,8 @@ class GraphBuilder:
         self.graph.weights[name] = Weight(name, shape)
         return name
 
-    def _add(self, kind: str, name: str, inputs: tuple[str, ...], columns: int, weights: dict[str, tuple[str, ...]] | None = None,
-             attrs: dict[str, Scalar] | None = None, rows: str = "tokens") -> str:
+    def _add(self, kind: str, name: str, inputs: tuple[str, ...], columns: int, weights: Mapping[str, tuple[str, ...]] | None = None,
+             attrs: Mapping[str, Scalar] | None = None, rows: str = "tokens") -> str:
         full = name if self.layer < 0 else f"l{self.layer}.{name}"
         self.graph.values[full] = Value(full, columns, rows)
         self.graph.operators.append(Operator(full, kind, inputs, (full,), weights or {}, attrs or {}, self.layer))

@@ -9,7 +9,7 @@ dependent is made a predecessor of `advance`, so that a step is over when `advan
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 
@@ -120,7 +120,7 @@ def _merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 def _check_independent(graph: SMTaskGraph, tasks: list[Task]) -> None:
     """Tasks of one operator may not touch what another of them writes."""
     written = sorted((r.buffer, r.begin, r.end, t.id) for t in tasks for r in t.writes)
-    for (buffer_a, _, end_a, a), (buffer_b, begin_b, _, b) in zip(written, written[1:], strict=False):
+    for (buffer_a, _, end_a, a), (buffer_b, begin_b, _, b) in pairwise(written):
         if buffer_a == buffer_b and begin_b < end_a and a != b:
             raise InternalError(f"operator {graph.operator(tasks[0]).name}: tasks {a} and {b} both write {buffer_a}")
     for buffer, accesses in _by_buffer((r, t.id) for t in tasks for r in t.writes).items():
