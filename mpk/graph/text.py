@@ -13,7 +13,7 @@ from typing import Any
 from mpk.errors import GraphError
 from mpk.graph.sm_task_graph import Cost, Event, Region, SMTaskGraph, Task
 
-SCALARS = ("target", "num_workers", "max_rows", "dtype", "arena_bytes", "weight_bytes")
+SCALARS = ("target", "num_workers", "max_rows", "dtype", "arena_bytes", "weight_bytes", "events_before_fusion")
 _PLAIN = re.compile(r"[A-Za-z_][\w.+/-]*")
 _RESERVED = ("true", "false", "null")
 _REGION = re.compile(r'(?:("(?:[^"\\]|\\.)*")|([^\[\],"]+))\[(-?\d+):(-?\d+)\](?:,|$)')

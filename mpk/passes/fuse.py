@@ -190,7 +190,7 @@ class _Fuser:
             raise ModelError(f"operator {op.name}: gate and up must be products of the same input")
         if bool(gate.weights.get("bias")) != bool(up.weights.get("bias")):
             raise ModelError(f"operator {op.name}: gate and up must both have a bias or neither")
-        weights = {role: (gate.weights[role][0], up.weights[role][0]) for role in gate.weights}
+        weights: dict[str, tuple[str, ...]] = {role: (gate.weights[role][0], up.weights[role][0]) for role in gate.weights}
         columns = self.graph.values[op.outputs[0]].columns
         out = self._value(f"l{op.layer}.mlp", columns)
         self.alias[op.outputs[0]] = out

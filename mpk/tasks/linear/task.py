@@ -17,7 +17,7 @@ from mpk.errors import InternalError
 from mpk.graph.sm_task_graph import Cost, Region
 from mpk.graph.tensor_graph import Operator, Scalar, TensorGraph
 from mpk.tasks.base import TaskKind, WeightSource
-from mpk.tasks.packing import PANEL, pack_rows, padded_vector, panel_bytes, panel_view, panels_of
+from mpk.tasks.packing import PANEL, pack_rows, padded_vector, panel_bytes, panel_view
 
 EPILOGUES = {"store": 0, "residual": 1, "swiglu": 2}  # kStore, kResidual, kSwiglu of cpp.hpp
 PANEL_GROUP = 8  # kPanelGroup of matmul.hpp: panels multiplied at a time, whose sums stand in scratch
