@@ -121,3 +121,17 @@ def test_llama_70b_on_132_sms_is_lowered_and_verified_in_twenty_seconds_and_four
     assert len(big.tasks) > 30_000 and big.num_workers == 132
     assert len(big.events) < 2 * len(big.tensor_graph.operators)
     verify.run(big)
+
+
+def test_ready_tasks_walk_through_the_whole_step(graph: SMTaskGraph) -> None:
+    first = graph.ready_tasks([])
+    assert first and {graph.operator(t).name for t in first} <= {"embed", "rope"}
+    done: set[int] = set()
+    waves = 0
+    while len(done) < len(graph.tasks):
+        ready = graph.ready_tasks(done)
+        assert ready and all(graph.predecessors(t) - {len(graph.tasks) - 1} <= done for t in ready)
+        done.update(ready)
+        waves += 1
+    assert waves >= graph.critical_path_length()
+    assert graph.ready_tasks(done) == []

@@ -167,8 +167,12 @@ class SMTaskGraph:
         return found
 
     def ready_tasks(self, completed: Iterable[int]) -> list[int]:
-        """Tasks not completed whose events have fired and, where queues exist, whose predecessor in the queue is done."""
+        """Tasks not completed whose events have fired and, where queues exist, whose predecessor in the queue is done.
+
+        The event that `advance` raises counts as fired: the host raises it before the first step.
+        """
         done = set(completed)
+        armed = {e.id for e in self.events if any(self.tasks[p].kind == "advance" for p in e.producers)}
         count = [0] * len(self.events)
         for t in done:
             for e in self.tasks[t].signals:
@@ -176,7 +180,7 @@ class SMTaskGraph:
         before = {b: a for q in self.queues for a, b in pairwise(q)}
         ready = []
         for task in self.tasks:
-            if task.id in done or not all(count[e] >= self.events[e].threshold for e in task.waits):
+            if task.id in done or not all(e in armed or count[e] >= self.events[e].threshold for e in task.waits):
                 continue
             if not all(s <= done for s in self.dependencies.get(task.id, ())) or (task.id in before and before[task.id] not in done):
                 continue
