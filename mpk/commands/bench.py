@@ -14,7 +14,7 @@ import numpy as np
 import typer
 
 from mpk.commands.common import build, print_json
-from mpk.commands.peers import PEERS, torch_eager
+from mpk.commands.peers import PEERS, peer_system
 from mpk.errors import RequestError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def command(
             raise RequestError(f"--context {c}", expected=f"{STEPS // 2 + 1} to {loaded.config.max_context - STEPS // 2 - 1} for {loaded.name}")
     systems: dict[str, System] = {"mpk": _mpk(compiler, loaded, max(batches), max(contexts), quiet=json)}
     if against is not None:
-        systems[against] = torch_eager(loaded.config, dtype, STEPS)
+        systems[against] = peer_system(against, loaded.config, dtype, STEPS)
     for b in batches:
         for c in contexts:
             samples: dict[str, list[float]] = {name: [] for name in systems}

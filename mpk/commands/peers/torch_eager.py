@@ -1,4 +1,4 @@
-"""Systems that `mpk bench --against` measures beside ours, in the same process."""
+"""torch-eager: a transformers model of the same shape on the CPU, operator by operator."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 
 from mpk.models.config import DecoderConfig
-
-PEERS = ("torch-eager",)
 
 
 def transformers_model(config: DecoderConfig, dtype: Any) -> Any:
@@ -29,7 +27,7 @@ def transformers_model(config: DecoderConfig, dtype: Any) -> Any:
         return transformers.AutoModelForCausalLM.from_config(hf, dtype=dtype).eval()  # type: ignore[no-untyped-call]
 
 
-def torch_eager(config: DecoderConfig, dtype: str, steps: int) -> Callable[[int, int], list[float]]:
+def system(config: DecoderConfig, dtype: str, steps: int) -> Callable[[int, int], list[float]]:
     """Eager transformers with its dynamic key-value cache: (batch, mean context) -> ms of `steps` single decode steps."""
     import torch
 
