@@ -44,7 +44,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def qkv(z: Sizes, x: Tensor, w: dict[str, Tensor], cos: Tensor, sin: Tensor, position: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     y = F.linear(norm(x, w["norm1"], z.eps), w["qkv"], w.get("bias")).view(x.shape[0], z.heads + 2 * z.kv_heads, z.head_dim)
-    q, k, v = y.split((z.heads, z.kv_heads, z.kv_heads), 1)
+    q, k, v = torch.split(y, [z.heads, z.kv_heads, z.kv_heads], 1)
     if z.qk_norm:
         q, k = norm(q, w["q_norm"], z.eps), norm(k, w["k_norm"], z.eps)
     q, k = rotate(q, cos[position], sin[position]), rotate(k, cos[position], sin[position])
