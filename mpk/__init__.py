@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from mpk import frontend
     from mpk.compiler import Compiler
     from mpk.graph.sm_task_graph import SMTaskGraph
     from mpk.graph.tensor_graph import TensorGraph
 
-__all__ = ["Compiler", "SMTaskGraph", "TensorGraph", "__version__"]
+__all__ = ["Compiler", "SMTaskGraph", "TensorGraph", "__version__", "frontend"]
 
 _LAZY = {"Compiler": "mpk.compiler", "SMTaskGraph": "mpk.graph.sm_task_graph", "TensorGraph": "mpk.graph.tensor_graph"}
 
@@ -22,4 +23,8 @@ def __getattr__(name: str) -> Any:
         import importlib
 
         return getattr(importlib.import_module(_LAZY[name]), name)
+    if name == "frontend":
+        import importlib
+
+        return importlib.import_module("mpk.frontend")
     raise AttributeError(f"module 'mpk' has no attribute '{name}'")

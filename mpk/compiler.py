@@ -10,6 +10,7 @@ from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.models import registry
 from mpk.passes import pipeline
 from mpk.passes.partition import Options
+from mpk.runtime.arguments import require_whole
 from mpk.targets import hardware
 
 if TYPE_CHECKING:
@@ -33,6 +34,10 @@ class Compiler:
 
     def __init__(self, target_hardware: str = "auto", tensor_parallel_size: int = 1, enable_cross_op_pipelining: bool = True,
                  dtype: str = "bf16", max_rows: int | None = None, max_batch: int = 16, workers: int | None = None) -> None:
+        if not isinstance(target_hardware, str):
+            raise TargetError("target_hardware", expected="the name of a target, or 'auto'", actual=repr(target_hardware))
+        for name, value, optional in (("max_batch", max_batch, False), ("max_rows", max_rows, True), ("workers", workers, True)):
+            require_whole(name, value, optional=optional)
         if dtype not in ("bf16", "f32"):
             raise TargetError(f"dtype '{dtype}'", expected="bf16 or f32")
         if not 1 <= max_batch <= 16:
@@ -49,12 +54,16 @@ class Compiler:
         if target.backend == "cuda" and dtype != "bf16":
             raise TargetError(f"dtype '{dtype}' on target {target.name}", expected="bf16", remedy="use the target cpp for f32")
         if workers is not None:
-            if workers < 1:
-                raise TargetError(f"workers {workers}", expected="1 or more")
-            target = target.with_workers(workers)
+            if not 1 <= workers <= target.max_workers:
+                raise TargetError(f"workers {workers}", expected=f"1 to {target.max_workers} on target {target.name}")
+            target = target.with_workers(int(workers))
         self.target = target
         self.enable_cross_op_pipelining = enable_cross_op_pipelining
-        self.options = Options(max_rows=max_rows, max_batch=max_batch, dtype=dtype)
+        self.options = Options(max_rows=int(max_rows), max_batch=int(max_batch), dtype=dtype)
+
+    def require_device(self) -> None:
+        """Raise `TargetError` in one line where this machine lacks what the target runs on; lowering needs no device."""
+        hardware.require_device(self.target)
 
     def lower_model(self, model: Any) -> SMTaskGraph:
         """Lower a model to a scheduled and verified graph for the target.
@@ -72,13 +81,16 @@ class Compiler:
     def build(self, sm_graph: SMTaskGraph, model: Any = None, progress: Progress | None = None) -> Engine:
         """Generate, compile and cache the program, pack and cache the weights, and return the engine.
 
-        model: where the weights come from if `sm_graph` was loaded from a file. Raises `TargetError` (no compiler, cache not
-        writable), `ModelError` (missing or wrong weights), `GraphError` (a graph for another target, or without weights).
+        model: where the weights come from if `sm_graph` was loaded from a file. Raises `TargetError` (no compiler or device,
+        cache not writable), `ModelError` (missing or wrong weights), `GraphError` (a graph for another target, or without weights).
         """
         from mpk import frontend
         from mpk.passes import verify
         from mpk.runtime.engine import build_engine
 
+        self.require_device()
+        if not isinstance(sm_graph, SMTaskGraph):
+            raise GraphError("build", expected="a graph that lower_model or SMTaskGraph.load returned", actual=type(sm_graph).__name__)
         if sm_graph.target != self.target.name:
             raise GraphError(f"graph lowered for target {sm_graph.target}", expected=self.target.name)
         source = model if model is not None else sm_graph.model

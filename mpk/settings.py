@@ -4,7 +4,7 @@
 | --- | --- |
 | MPK_CACHE | folder of compiled programs and packed weights (default: ~/.cache/mpk) |
 | MPK_DUMP | folder into which each pass writes its result as text |
-| MPK_STOP_AFTER | name of the task pass after which lowering stops, for debugging |
+| MPK_STOP_AFTER | `partition` or a pass behind it: lowering stops there, for debugging |
 | MPK_DEBUG | 1: show Python tracebacks of refused inputs |
 """
 

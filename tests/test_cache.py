@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import shutil
+import subprocess
+import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,6 +117,62 @@ def test_too_little_disk_is_refused_with_numbers(monkeypatch: pytest.MonkeyPatch
         Store("weights", ".bin").require_space(3 * 2**30)
 
 
+@pytest.mark.parametrize("place", ["key.json", "payload"])
+def test_a_directory_in_an_entrys_place_is_healed_when_empty_and_named_when_not(cache: Path, place: str) -> None:
+    store = Store("things", ".txt")
+    made = store.temporary("key")
+    made.write_text("contents")
+    payload = store.commit("key", made, {})
+    obstacle = payload.path if place == "payload" else payload.path.parent / "key.json"
+    obstacle.unlink()
+    obstacle.mkdir()
+    assert store.find("key") is None and store_text(store, "key", "contents").is_file()
+    obstacle.unlink()
+    obstacle.mkdir()
+    (obstacle / "file").write_text("somebody's")
+    assert store.find("key") is None
+    with pytest.raises(TargetError, match=r"^cache folder .*/cache/things cannot be written \(.*\); set MPK_CACHE to a folder"):
+        store_text(store, "key", "contents")
+    assert [p.name for p in payload.path.parent.glob(".*.json")] == []
+
+
+def test_a_disk_that_fills_while_writing_is_named_and_leaves_no_drafts(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, text: str) -> None:
+        self.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    store = Store("things", ".txt")
+    made = store.temporary("key")
+    made.write_bytes(b"contents")
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(TargetError, match=r"cannot be written \(No space left on device\); set MPK_CACHE"):
+        store.commit("key", made, {})
+    assert [p.name for p in (cache / "things").iterdir()] == [made.name]
+
+
+def limited(code: str, cache: Path) -> str:
+    """Run code in a process that can write files of 64 KiB at most; returns its output."""
+    start = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))\n"
+    environment = {**os.environ, "MPK_CACHE": str(cache)}
+    done = subprocess.run([sys.executable, "-c", start + code], env=environment, check=True, capture_output=True, text=True)
+    return done.stdout
+
+
+def test_files_larger_than_allowed_are_refused_by_name(cache: Path) -> None:
+    said = limited("from pathlib import Path\nfrom mpk.codegen.cache import Store\nfrom mpk.codegen.weights import _reserve\n"
+                   "store = Store('weights', '.bin')\nmade = store.temporary('key')\n"
+                   "try:\n with store.writing(): _reserve(made, 1 << 20)\nexcept ValueError as e: print(type(e).__name__, e)", cache)
+    assert said.startswith(f"TargetError cache folder {cache}/weights cannot be written (File too large); set MPK_CACHE")
+
+
+def test_a_compiler_that_cannot_write_its_output_is_refused(cache: Path) -> None:
+    said = limited("from mpk.codegen.compile import compile_program\nfrom mpk.codegen.program import ProgramSource\n"
+                   "text = 'extern \"C\" const unsigned char data[1 << 20] = {1};'\n"
+                   "try: compile_program(ProgramSource(text, ()))\nexcept ValueError as e: print(type(e).__name__, e)", cache)
+    assert said.startswith("TargetError C++ compiler ") and "cannot write" in said and "; set MPK_CACHE and TMPDIR" in said
+    assert list((cache / "programs").iterdir()) == []
+
+
 def test_checksum_sees_every_byte_and_digest_where_parts_end(tmp_path: Path) -> None:
     path = tmp_path / "file"
     data = np.random.default_rng(0).integers(0, 256, 20 << 20, dtype=np.uint8)
@@ -174,6 +234,28 @@ def test_no_compiler_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setenv("CXX", "no-such-compiler -x")
     with pytest.raises(TargetError, match=r"'no-such-compiler -x' \(from CXX\) is not there"):
         find_compiler()
+
+
+def test_a_compiler_command_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", '"')
+    with pytest.raises(TargetError, match=r"C\+\+ compiler '\"' \(from CXX\) is no command line \(No closing quotation\); set CXX"):
+        find_compiler()
+
+
+@pytest.mark.parametrize("version", ["echo c++ 1.0", "true"])
+def test_a_compiler_without_output_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str) -> None:
+    idle = tmp_path / "idle-c++"
+    idle.write_text(f"#!/bin/sh\n{version}\n")
+    idle.chmod(0o755)
+    monkeypatch.setenv("CXX", str(idle))
+    with pytest.raises(TargetError, match=r"idle-c\+\+' reports success but makes no output; set CXX"):
+        compile_program(SOURCE)
+
+
+def test_a_temporary_folder_that_cannot_be_used_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(TargetError, match=r"cannot be compiled in the temporary folder \(No such file or directory\); set TMPDIR"):
+        compile_program(SOURCE)
 
 
 def test_a_compiler_that_cannot_do_the_language_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -69,7 +69,22 @@ def test_generate_streams_text_and_ends_with_a_summary(tmp_path: Path) -> None:
     (("generate", "--prompt", "a", "--max-new-tokens", "0"), "max_new_tokens, expected a whole number from 1, got 0"),
     (("generate", "--prompt", "a", "--max-new-tokens", "100000"), "prompt and new tokens, expected at most 8192 (the context)"),
     (("generate", "--prompt", "a", "--dtype", "int3"), "dtype 'int3', expected bf16 or f32"),
-    (("generate", "--prompt", "a", "--workers", "0"), "workers 0, expected 1 or more"),
+    (("generate", "--prompt", "a", "--workers", "0"), "workers 0, expected 1 to 256 on target cpp"),
+    (("generate", "--prompt", "a", "--target", "cpp", "--workers", "257"), "workers 257, expected 1 to 256 on target cpp"),
+    (("inspect", "SmolLM2-135M", "--target", "h200", "--workers", "133"), "workers 133, expected 1 to 132 on target h200"),
+    (("inspect", "--json", "--text"), "--json and --text, expected only one of them"),
+    (("inspect", "--layer", "1"), "--layer 1 without --picture"),
+    (("inspect", "SmolLM2-135M", "--picture", "/no/such/folder/a.svg"), "--picture /no/such/folder/a.svg cannot be written"),
+    (("inspect", "SmolLM2-135M", "--schedule", "/no/such/folder/a.svg"), "--schedule /no/such/folder/a.svg cannot be written"),
+    (("inspect", "SmolLM2-135M", "--save", "/no/such/folder/a.mpk"), "/no/such/folder/a.mpk cannot be written"),
+    (("trace", "--output", "/no/such/folder/a.json"), "--output /no/such/folder/a.json cannot be written (No such file or directory)"),
+    (("trace", "--steps", "0"), "--steps 0, expected 1 or more"),
+    (("trace", "--context", "0"), "--context 0, expected 1 or more"),
+    (("trace", "--batch", "0"), "--batch 0, expected 1 to 16"),
+    (("trace", "--batch", "17"), "--batch 17, expected 1 to 16"),
+    (("trace", "--context", "8191", "--output", "/dev/null"), "--context 8191 and --steps 8, expected at most 8192"),
+    (("bench", "--model", "SmolLM2-135M", "--repeats", "0"), "--repeats 0, expected 1 or more"),
+    (("bench", "--model", "SmolLM2-135M", "--output", "/dev/null/a.jsonl"), "--output /dev/null/a.jsonl cannot be written"),
     (("inspect", "no-such-shape"), "no-such-shape"),
     (("bench", "--model", "SmolLM2-135M", "--batch", "0"), "--batch 0, expected positive numbers"),
     (("bench", "--model", "SmolLM2-135M", "--context", "9999999"), "--context 9999999, expected"),
@@ -126,6 +141,8 @@ def test_trace_writes_a_perfetto_file_with_every_operator(tmp_path: Path) -> Non
     names = {e["name"] for e in events if e["ph"] == "X"}
     assert {"l0.qkv", "l29.down", "logits", "sample", "advance"} <= names
     assert any(n.startswith("wait ") for n in names)
+    assert sum(e["name"] == "advance" and e["ph"] == "X" for e in events) == 2  # the step that read the prompt is left out
+    assert sum(e["name"] == "l5.down" and e["args"]["tiles"].startswith("0-") for e in events if e["ph"] == "X") == 2
     assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")
     assert json.loads(done.stdout)["per_operator"]["gate_up"]["run_us"] > 0
 

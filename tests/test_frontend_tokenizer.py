@@ -90,7 +90,7 @@ def test_chat_prompts_are_rendered_by_the_models_template(smollm: Tokenizer) -> 
 
 
 def test_text_without_a_utf8_form_is_refused(smollm: Tokenizer) -> None:
-    with pytest.raises(RequestError, match="text cannot be encoded as UTF-8"):
+    with pytest.raises(RequestError, match=r"the prompt is not valid text, expected text that can be encoded as UTF-8, got U\+D800 at character 0"):
         smollm.encode("\ud800")
 
 
@@ -131,6 +131,24 @@ def test_templates_that_refuse_or_are_missing_say_so(smollm: Tokenizer) -> None:
         smollm.render_chat([{"role": "user"}])
     with pytest.raises(RequestError, match="the chat template cannot use the messages, expected messages with 'role' and 'content'"):
         with_template(smollm, "{{ messages[0].content + 1 }}").render_chat(message)
+
+
+@pytest.mark.parametrize(("template", "name"), [
+    ("{{ 1 // (messages | length - 1) }}", "ZeroDivisionError"), ("{{ 10.0 ** (messages | length * 999) }}", "OverflowError"),
+    ("{{ range(10 ** 9) | list }}", "OverflowError"), ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
+    ("{{ 'a'.encode('nowhere') }}", "LookupError"), ("{{ messages[0].content.index('y') }}", "ValueError"),
+])
+def test_any_failure_of_a_template_is_one_line(smollm: Tokenizer, template: str, name: str) -> None:
+    with pytest.raises(RequestError, match=rf"^the chat template fails on the messages, got {name}: ") as caught:
+        with_template(smollm, template).render_chat([{"role": "user", "content": "x"}])
+    assert "\n" not in str(caught.value)
+
+
+def test_bytes_that_are_no_text_are_named(smollm: Tokenizer) -> None:
+    with pytest.raises(RequestError, match=r"the prompt is not valid text, .*, got byte 0xff at character 2"):
+        smollm.encode(b"ab\xff".decode("utf-8", "surrogateescape"))
+    with pytest.raises(RequestError, match=r"the prompt is not valid text, .*, got int"):
+        smollm.encode(3)  # type: ignore[arg-type]
 
 
 def test_templates_run_in_a_sandbox(smollm: Tokenizer) -> None:

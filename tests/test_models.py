@@ -149,6 +149,18 @@ def test_both_spellings_of_rope_parameters_are_read_alike(scaling: dict[str, Any
     assert new.rope.kind == scaling["rope_type"]
 
 
+@pytest.mark.parametrize("theta", [{}, {"rope_theta": 55.0}])
+@pytest.mark.parametrize("scaling", [{}, {"rope_type": "linear", "factor": 2.0}, LLAMA3])
+def test_of_two_spellings_at_once_the_one_of_transformers_wins(scaling: dict[str, Any], theta: dict[str, Any]) -> None:
+    from transformers import LlamaConfig
+
+    mapping = {**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 777.0}, "rope_scaling": scaling, **theta}
+    copies = {key: dict(value) if isinstance(value, dict) else value for key, value in mapping.items()}
+    theirs = LlamaConfig(**copies).rope_parameters
+    ours = config_from_mapping(mapping).rope
+    assert (ours.kind, ours.factor, ours.theta) == (theirs["rope_type"], theirs["factor"], theirs["rope_theta"])
+
+
 def test_yarn_extends_the_context_and_finds_its_factor() -> None:
     config = config_from_mapping({**LLAMA, "rope_parameters": YARN})
     assert config.max_context == 128
@@ -210,6 +222,7 @@ def test_families_are_found_by_architecture_and_by_model_type() -> None:
     ({"quantization_config": {"quant_method": "gptq"}}, "unsupported 'quantization_config', got 'gptq'"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "unsupported 'rope_type', got 'dynamic'; supported: default, linear, llama3, yarn"),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope parameters per layer type"),
+    ({"rope_scaling": {"factor": 0}}, "rope parameter 'factor', expected a positive number, got 0"),
     ({"rope_scaling": {"type": "linear"}}, "rope parameter 'factor', expected a positive number, got nothing"),
     ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "'high_freq_factor', expected more than low_freq_factor 1.0, got 1.0"),
     ({"partial_rotary_factor": 0.5}, "unsupported 'partial_rotary_factor', got 0.5"),

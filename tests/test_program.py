@@ -234,6 +234,20 @@ def test_a_second_call_at_the_same_time_is_refused(engine: Engine) -> None:
     ([[1]], {"stop_tokens": list(range(17))}, "stop_tokens, expected at most 16, got 17"),
     ([[1]], {"temperature": [0.0, 1.0]}, "option temperature, expected one value or 1 (one a sequence), got 2"),
     ([[1]], {"beams": 2}, "option beams; known options: frequency_penalty"),
+    ([[1]], {"temperature": 1e-45}, "temperature, expected 0 or a size from 1.2e-38 to 3.4e+38, as it is used in float32, got 1e-45"),
+    ([[1]], {"temperature": 1e39}, "temperature, expected 0 or a size"),
+    ([[1]], {"temperature": 10**400}, "temperature, expected 0 or a size"),
+    ([[1]], {"top_p": 1e-40}, "top_p, expected a size from"),
+    ([[1]], {"repetition_penalty": 1e-40}, "repetition_penalty, expected a size from"),
+    ([[1]], {"repetition_penalty": 1e39}, "repetition_penalty, expected a size from"),
+    ([[1]], {"presence_penalty": -1e39}, "presence_penalty, expected 0 or a size"),
+    ([[1]], {"frequency_penalty": 1e39}, "frequency_penalty, expected 0 or a size"),
+    ([[1]], {"stop_tokens": 5}, "option stop_tokens, expected a list of ids, or a list of such lists, one a sequence, got 5"),
+    ([[1]], {"stop_tokens": [[3], 5]}, "option stop_tokens, expected a list of ids, or a list of such lists, one a sequence, got [[3], 5]"),
+    ([[1]], {"stop_tokens": "ab"}, "option stop_tokens, expected a list of ids"),
+    ([[1]], {"on_token": 3}, "on_token, expected None or a function of (slot, token), got int"),
+    (np.array([[1, 2**64 - 1]], np.uint64), {}, "token at place 1, expected an id from 0 to 96, got 18446744073709551615"),
+    (np.ones((1, 3), np.float32), {}, "sequence 0: prompt_tokens, expected whole numbers in one dimension, got float32 in 1"),
 ])
 def test_what_cannot_run_is_refused_in_one_line(engine: Engine, prompts: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=re.escape(message)) as caught:
@@ -247,10 +261,38 @@ def test_what_cannot_run_is_refused_in_one_line(engine: Engine, prompts: Any, op
     ({"max_context": 513}, "max_context, expected 1 to 512"),
     ({"device_ids": [1]}, "device_ids, expected None or [0]"),
     ({"stall_limit_s": 0}, "stall_limit_s"),
+    ({"stall_limit_s": "x"}, "stall_limit_s, expected a time above 0 up to 1e+09 s, got 'x'"),
+    ({"stall_limit_s": float("inf")}, "stall_limit_s, expected a time above 0"),
+    ({"stall_limit_s": float("nan")}, "stall_limit_s, expected a time above 0"),
+    ({"max_batch": 1.5}, "max_batch, expected a whole number or None, got 1.5"),
+    ({"max_batch": "2"}, "max_batch, expected a whole number or None, got '2'"),
+    ({"max_context": True}, "max_context, expected a whole number or None, got True"),
+    ({"device_ids": 0}, "device_ids, expected None or a list of whole numbers, got 0"),
+    ({"device_ids": "0"}, "device_ids, expected None or a list of whole numbers, got '0'"),
+    ({"trace_spans": -1}, "trace_spans, expected 0 (off) or more spans a worker, got -1"),
+    ({"trace_spans": 10**12}, "trace_spans 1000000000000: "),
 ])
 def test_instances_that_cannot_be_are_refused(engine: Engine, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((RequestError, TargetError), match=re.escape(message)):
         engine.create_instance(**arguments)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "complex64"])
+def test_torch_tensors_that_are_not_ids_are_refused(engine: Engine, dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    tokens = torch.ones((1, 3), dtype=getattr(torch, dtype))
+    for prompts in (tokens, [tokens[0]]):
+        with pytest.raises(RequestError, match=rf"prompt_tokens, expected whole numbers, got torch.{dtype}$"):
+            engine.create_instance().generate(prompts)
+
+
+def test_too_long_a_prompt_is_told_what_would_help(engine: Engine) -> None:
+    with pytest.raises(RequestError, match=r"^sequence 0: prompt, expected at most 512 \(the context\), got 513; a shorter prompt$"):
+        engine.create_instance().forward([[1] * 513])
+    with pytest.raises(RequestError, match=r"prompt, .* got 65; a shorter prompt or an instance with a larger max_context$"):
+        engine.create_instance(max_context=64).forward([[1] * 65])
+    with pytest.raises(RequestError, match=r"prompt and new tokens, .* got 513; a shorter prompt or fewer new tokens$"):
+        engine.create_instance().generate([[1] * 500], max_new_tokens=13)
 
 
 def test_forward_refuses_prompts_of_different_lengths(engine: Engine) -> None:

@@ -10,6 +10,7 @@ tens of gigabytes, which a temporary folder often cannot hold.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import mmap
@@ -17,6 +18,7 @@ import os
 import shutil
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,17 +72,23 @@ class Store:
         self.folder = settings.cache_folder() / sort
         self.suffix = suffix
         probe = self.folder / f".probe-{uuid.uuid4().hex}"
-        try:
+        with self.writing():
             self.folder.mkdir(parents=True, exist_ok=True)
             probe.touch()
             probe.unlink()
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around what writes to the folder: its `OSError` becomes a `TargetError` that names the folder and the reason."""
+        try:
+            yield
         except OSError as error:
-            raise TargetError(f"cache folder {self.folder} cannot be written ({error.strerror})",
-                              remedy="set MPK_CACHE to a folder that can be written") from error
+            raise TargetError(f"cache folder {self.folder} cannot be written ({error.strerror or error})",
+                              remedy="set MPK_CACHE to a folder that can be written, with enough space") from error
 
     def find(self, key: str) -> Entry | None:
         """The entry of `key` if it is there and whole; a damaged one is logged and removed."""
-        manifest = self.folder / f"{key}.json"
+        manifest = self._manifest(key)
         if not manifest.exists():
             return None
         try:
@@ -89,8 +97,14 @@ class Store:
             LOG.warning("cache entry %s is damaged and will be made again: %s", manifest, error)
         for path in (manifest, *self.folder.glob(f"{key}-*{self.suffix}")):
             with contextlib.suppress(OSError):
-                path.unlink()
+                if path.is_dir():
+                    path.rmdir()  # an empty one; a full one is somebody's, and writing the entry will say that it is in the way
+                else:
+                    path.unlink()
         return None
+
+    def _manifest(self, key: str) -> Path:
+        return self.folder / f"{key}.json"
 
     def _verified(self, key: str, manifest: Path) -> Entry:
         data = json.loads(manifest.read_text())
@@ -116,20 +130,31 @@ class Store:
         return self.folder / f".{key}-{uuid.uuid4().hex}{self.suffix}"
 
     def commit(self, key: str, made: Path, notes: dict[str, Any]) -> Entry:
-        """Turn the file `made` (from `temporary`) into the entry of `key`."""
+        """Turn the file `made` (from `temporary`) into the entry of `key`; `TargetError` if the folder cannot be written."""
+        with self.writing():
+            return self._commit(key, made, notes)
+
+    def _commit(self, key: str, made: Path, notes: dict[str, Any]) -> Entry:
         found = checksum(made)
         payload = self.folder / f"{key}-{found}{self.suffix}"
         data = {"format": FORMAT, "key": key, "payload": payload.name, "bytes": made.stat().st_size, "checksum": found,
                 "notes": notes, "notes_digest": digest(json.dumps(notes))}
         draft = self.folder / f".{key}-{uuid.uuid4().hex}.json"
-        draft.write_text(json.dumps(data, indent=1))
-        os.replace(made, payload)
-        os.replace(draft, self.folder / f"{key}.json")
+        manifest = self._manifest(key)
+        try:
+            draft.write_text(json.dumps(data, indent=1))
+            if manifest.is_dir():  # found before the payload is in place
+                raise IsADirectoryError(errno.EISDIR, f"{manifest.name} is a directory")
+            os.replace(made, payload)
+            os.replace(draft, manifest)
+        finally:
+            draft.unlink(missing_ok=True)
         return Entry(payload, notes)
 
     def require_space(self, needed: int) -> None:
         """Raise `TargetError` unless `needed` bytes are free where the store lives."""
-        free = shutil.disk_usage(self.folder).free
+        with self.writing():
+            free = shutil.disk_usage(self.folder).free
         if free < needed:
             raise TargetError(f"cache folder {self.folder}", expected=f"{needed / 2**30:.2f} GiB of free space", actual=f"{free / 2**30:.2f}",
                               remedy="free some, or set MPK_CACHE to a larger disk")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import re
@@ -19,6 +20,8 @@ from mpk.codegen.cache import Store, digest
 from mpk.codegen.program import ProgramSource
 from mpk.errors import InternalError, TargetError
 
+# What a compiler says (of itself or of the assembler and linker it starts) when it cannot write.
+DISK_ERRORS = (*map(os.strerror, (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)), "File size limit exceeded")
 CANDIDATES = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wall")
 NATIVE = ("-march=native",)
@@ -37,7 +40,10 @@ def find_compiler() -> CompilerTool:
     """$CXX, or the first of c++, g++, clang++; raises `TargetError` if none is there or it cannot do C++17."""
     chosen = os.environ.get("CXX")
     if chosen:
-        command = tuple(shlex.split(chosen))
+        try:
+            command = tuple(shlex.split(chosen))
+        except ValueError as error:
+            raise TargetError(f"C++ compiler '{chosen}' (from CXX) is no command line ({error})", remedy="set CXX to a C++17 compiler, or unset it") from error
         if not command or shutil.which(command[0]) is None:
             raise TargetError(f"C++ compiler '{chosen}' (from CXX) is not there", remedy="set CXX to a C++17 compiler, or unset it")
         return _ask(command)
@@ -55,7 +61,7 @@ def _ask(command: tuple[str, ...]) -> CompilerTool:
 @cache
 def _version(command: tuple[str, ...], path: str) -> str:
     try:
-        return subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+        return subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise TargetError(f"C++ compiler '{' '.join(command)}' does not run ({error})", remedy="set CXX to a C++17 compiler") from error
 
@@ -90,7 +96,7 @@ def compile_program(source: ProgramSource, *, portable: bool = False, sanitize: 
         made = store.temporary(key)
         try:
             build_library(compiler, source, header, flags, made)
-            entry = store.commit(key, made, {"compiler": compiler.version.splitlines()[0], "flags": flags})
+            entry = store.commit(key, made, {"compiler": compiler.version.partition("\n")[0], "flags": flags})
         finally:
             made.unlink(missing_ok=True)
     return entry.path
@@ -101,26 +107,43 @@ def _headers(folders: Sequence[Path]) -> list[str]:
 
 
 def build_library(compiler: CompilerTool, source: ProgramSource, header: str, flags: Sequence[str], out: Path) -> None:
-    """Run the compiler in a folder of its own; `header` becomes mpk/layout.hpp."""
-    with tempfile.TemporaryDirectory(prefix="mpk-build-") as folder:
-        work = Path(folder)
-        (work / "mpk").mkdir()
-        (work / "mpk" / "layout.hpp").write_text(header)
-        (work / "program.cpp").write_text(source.text)
-        includes = [f"-I{work}", *(f"-I{d}" for d in source.include_dirs)]
+    """Run the compiler in a folder of its own; `header` becomes mpk/layout.hpp. Raises as `compile_program` does."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="mpk-build-") as folder:
+            _build_in(Path(folder), compiler, source, header, flags, out)
+    except OSError as error:
+        raise TargetError(f"the program cannot be compiled in the temporary folder ({error.strerror or error})",
+                          remedy="set TMPDIR to a folder that can be written, with enough space") from error
+
+
+def _build_in(work: Path, compiler: CompilerTool, source: ProgramSource, header: str, flags: Sequence[str], out: Path) -> None:
+    (work / "mpk").mkdir()
+    (work / "mpk" / "layout.hpp").write_text(header)
+    (work / "program.cpp").write_text(source.text)
+    includes = [f"-I{work}", *(f"-I{d}" for d in source.include_dirs)]
+    done = _run([*compiler.command, *flags, *includes, "-o", str(out), str(work / "program.cpp")])
+    if done.returncode and "-march=native" in flags and not _accepts(compiler, work, ["-march=native"]):
+        flags = [f for f in flags if f != "-march=native"]
         done = _run([*compiler.command, *flags, *includes, "-o", str(out), str(work / "program.cpp")])
-        if done.returncode and "-march=native" in flags and not _accepts(compiler, work, ["-march=native"]):
-            flags = [f for f in flags if f != "-march=native"]
-            done = _run([*compiler.command, *flags, *includes, "-o", str(out), str(work / "program.cpp")])
-        if done.returncode:
-            if not _accepts(compiler, work, []):
-                raise TargetError(f"C++ compiler '{' '.join(compiler.command)}' cannot compile C++17 with threads",
-                                  remedy="set CXX to g++ 9 or clang 10 or newer")
-            raise InternalError(f"the generated program does not compile: {_first_error(done.stderr)}")
+    if done.returncode:
+        if not _accepts(compiler, work, []):
+            raise TargetError(f"C++ compiler '{' '.join(compiler.command)}' cannot compile C++17 with threads",
+                              remedy="set CXX to g++ 9 or clang 10 or newer")
+        refused = next((text for text in DISK_ERRORS if text in done.stderr), None)
+        if refused or done.returncode < 0:
+            raise TargetError(f"C++ compiler '{' '.join(compiler.command)}' cannot write {out} ({refused or f'signal {-done.returncode}'})",
+                              remedy="set MPK_CACHE and TMPDIR to folders with enough space")
+        raise InternalError(f"the generated program does not compile: {_first_error(done.stderr)}")
+    if not out.is_file() or not out.stat().st_size:
+        raise TargetError(f"C++ compiler '{' '.join(compiler.command)}' reports success but makes no output", remedy="set CXX to a C++17 compiler")
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        environment = {**os.environ, "LC_ALL": "C"}  # messages in English
+        return subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, env=environment)
+    except OSError as error:
+        raise TargetError(f"C++ compiler '{command[0]}' does not run ({error.strerror or error})", remedy="set CXX to a C++17 compiler") from error
 
 
 def _accepts(compiler: CompilerTool, work: Path, flags: list[str]) -> bool:

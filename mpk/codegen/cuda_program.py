@@ -106,7 +106,8 @@ def compile_cuda_program(builder: CudaProgramBuilder, plan: KernelPlan) -> Cubin
     cubin = compile_cubin(text, headers, architecture, cuda_source.OPTIONS)
     path = store.temporary(key)
     try:
-        path.write_bytes(cubin.image)
+        with store.writing():
+            path.write_bytes(cubin.image)
         resources = {n: [r.registers, r.stack, r.spill_stores, r.spill_loads, r.shared] for n, r in cubin.resources.items()}
         store.commit(key, path, {"resources": resources})
     finally:

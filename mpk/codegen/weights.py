@@ -6,10 +6,13 @@ copy; later starts map the file read-only and verify its checksum.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import inspect
 import json
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +22,7 @@ from mpk.codegen.cache import Entry, Store, digest
 from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.passes.memory import align, lay_out_params
 from mpk.tasks import base
-from mpk.tasks.base import WeightSource, kind_of
+from mpk.tasks.base import TaskKind, WeightSource, kind_of
 
 TASKS = Path(base.__file__).parent
 Progress = Callable[[int, int], None]
@@ -55,12 +58,36 @@ def load_weights(graph: SMTaskGraph, source: WeightSource, progress: Progress | 
 def weights_key(graph: SMTaskGraph, source: WeightSource) -> str:
     """Hash of the source's contents, of the place and form of every packed matrix, and of the code that packs them."""
     tensors = graph.tensor_graph
+    holders = [op for op in tensors.operators if op.weights or _has_params(kind_of(op))]  # how work is shared changes only the others
     operators = [(op.name, op.kind, kind_of(op).packed_key(op), {r: list(w) for r, w in op.weights.items()},
-                  dict(op.attrs) if op.weights else {}) for op in tensors.operators]
+                  dict(op.attrs) if op.weights else {}) for op in holders]
     plan = json.dumps([graph.dtype, graph.weight_offsets, graph.weight_bytes, operators, tensors.config.to_json()], sort_keys=True)
-    files = {inspect.getfile(type(kind_of(op))) for op in tensors.operators}
+    files = {inspect.getfile(type(kind_of(op))) for op in holders}
     code = [path.read_bytes() for path in (*map(Path, sorted(files)), *sorted(TASKS.glob("*.py")))]
     return digest(source.fingerprint(), plan, *code)
+
+
+def _has_params(kind: TaskKind) -> bool:
+    return type(kind).params is not TaskKind.params
+
+
+def _reserve(path: Path, size: int) -> None:
+    """A zeroed file of `size` bytes that the disk surely has room for: a mapped write to a full disk would end the process."""
+    with path.open("wb") as file:
+        file.truncate(size)
+        if size and hasattr(os, "posix_fallocate"):
+            with _unless(errno.EOPNOTSUPP, errno.EINVAL):
+                os.posix_fallocate(file.fileno(), 0, size)
+
+
+@contextlib.contextmanager
+def _unless(*numbers: int) -> Iterator[None]:
+    """Ignore an `OSError` of these numbers."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in numbers:
+            raise
 
 
 def _pack(graph: SMTaskGraph, source: WeightSource, store: Store, key: str, progress: Progress) -> Entry:
@@ -72,13 +99,14 @@ def _pack(graph: SMTaskGraph, source: WeightSource, store: Store, key: str, prog
             begin = align(graph.weight_bytes)
             total = begin + params.nbytes
             store.require_space(total)
-            with made.open("wb") as file:
-                file.truncate(total)
+            with store.writing():
+                _reserve(made, total)
             if total:
                 out = np.memmap(made, np.uint8, "r+")
                 out[begin:] = params.view(np.uint8)
                 _matrices(graph, source, out, progress)
-                out.flush()
+                with store.writing():
+                    out.flush()
                 del out
         texts = [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
         return store.commit(key, made, {"param_offsets": graph.param_offsets, "warnings": texts})

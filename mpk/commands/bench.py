@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import statistics
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from mpk.commands.common import build, print_json
+from mpk.commands import decode_plan
+from mpk.commands.common import build, check_writable, print_json, require_complete, writing
 from mpk.commands.peers import PEERS, peer_system
 from mpk.errors import RequestError
 
 if TYPE_CHECKING:
+    from mpk.commands.decode_plan import DecodePlan
     from mpk.frontend import LoadedModel
     from mpk.models.config import DecoderConfig
     from mpk.targets.hardware import Target
@@ -39,19 +41,35 @@ def command(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON line a measurement.")] = False,
     output: Annotated[Path | None, typer.Option(help="Append the JSON lines to this file (benchmarks/results/*.jsonl).")] = None,
 ) -> None:
-    """Measure decoding with random weights of a shape. The floor is the bytes a step must read over the target's bandwidth."""
+    """Measure decoding with random weights of a shape.
+
+    The floor is the bytes a step must read over the target's bandwidth, which `mpk targets` lists with its source; for cpp that is
+    the bandwidth of one machine (34.9 GB/s, 2 threads, Zen 3), so that ratios on other machines compare with that one.
+    """
     from mpk import frontend
     from mpk.compiler import Compiler
 
     batches, contexts = _numbers(batch, "--batch"), _numbers(context, "--context")
     if against is not None and against not in PEERS:
         raise RequestError(f"--against {against}", expected=" or ".join(PEERS))
+    if repeats < 1:
+        raise RequestError(f"--repeats {repeats}", expected="1 or more")
     compiler = Compiler(target, tensor_parallel_size=tp, dtype=dtype, workers=workers, max_batch=max(batches))
+    compiler.require_device()
+    if output is not None:
+        with writing("--output", output):
+            output.parent.mkdir(parents=True, exist_ok=True)
+        check_writable("--output", output)
     loaded = frontend.load(model, shapes=True)
     for c in contexts:
         if c + STEPS // 2 + 1 > loaded.config.max_context or c <= STEPS // 2:
             raise RequestError(f"--context {c}", expected=f"{STEPS // 2 + 1} to {loaded.config.max_context - STEPS // 2 - 1} for {loaded.name}")
-    systems: dict[str, System] = {"mpk": _mpk(compiler, loaded, max(batches), max(contexts), quiet=json)}
+    plans = {(b, c): decode_plan.with_mean_context(b, c, STEPS, compiler.options.max_rows) for b in batches for c in contexts}
+    for (b, c), plan in plans.items():
+        if plan.context > loaded.config.max_context:
+            raise RequestError(f"--batch {b} and --context {c}", actual=f"{plan.context} tokens in the sequence that is read first",
+                               expected=f"at most {loaded.config.max_context} (the context of {loaded.name})")
+    systems: dict[str, System] = {"mpk": _mpk(compiler, loaded, plans, quiet=json)}
     if against is not None:
         systems[against] = peer_system(against, loaded.config, dtype, STEPS)
     for b in batches:
@@ -85,15 +103,17 @@ def floor_bytes(config: DecoderConfig, dtype: str, batch: int, context: int) -> 
     return size * (weights + batch * cached * 2 * c.num_kv_heads * c.head_dim)
 
 
-def _mpk(compiler: Any, loaded: LoadedModel, batch: int, context: int, quiet: bool) -> System:
+def _mpk(compiler: Any, loaded: LoadedModel, plans: Mapping[tuple[int, int], DecodePlan], quiet: bool) -> System:
     engine, _ = build(compiler, loaded, quiet)
-    instance = engine.create_instance(max_batch=batch, max_context=context + STEPS // 2 + 1)
+    instance = engine.create_instance(max_batch=max(b for b, _ in plans), max_context=max(plan.context for plan in plans.values()))
     rng = np.random.default_rng(0)
 
     def measure(b: int, c: int) -> list[float]:
-        prompts = rng.integers(0, loaded.config.vocab_size, size=(b, c - STEPS // 2))
-        result = instance.generate(prompts, max_new_tokens=STEPS + 1, stop_tokens=[])
-        return np.diff(result.token_ms[0]).tolist()
+        plan = plans[b, c]
+        prompts = rng.integers(0, loaded.config.vocab_size, size=(b, plan.prompt))
+        result = instance.generate(prompts, max_new_tokens=plan.new_tokens, stop_tokens=[])
+        require_complete(result)
+        return np.diff(result.token_ms[plan.last]).tolist()  # steps in which every sequence decodes and no prompt is read
 
     return measure
 
@@ -130,8 +150,7 @@ def _report(result: dict[str, Any], json: bool, output: Path | None) -> None:
     import json as json_module
 
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with output.open("a") as f:
+        with writing("--output", output), output.open("a", encoding="utf-8") as f:
             f.write(json_module.dumps(result) + "\n")
     if json:
         print_json(result)

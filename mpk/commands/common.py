@@ -1,4 +1,4 @@
-"""What several commands share: building an engine with a progress bar, and printing JSON."""
+"""What several commands share: building an engine with a progress bar, printing JSON, and files that may not be writable."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from mpk.errors import ModelError, RequestError
 
 if TYPE_CHECKING:
     from mpk.compiler import Compiler, Progress
     from mpk.graph.sm_task_graph import SMTaskGraph
     from mpk.runtime.engine import Engine
+    from mpk.runtime.request import GenerateResult
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -19,6 +23,33 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 def print_json(value: Any) -> None:
     """One JSON value on one line of standard output."""
     print(json.dumps(value), flush=True)
+
+
+@contextmanager
+def writing(what: str, path: Path) -> Iterator[None]:
+    """Turns a failure to write `path` into a `RequestError` that names the option `what`."""
+    try:
+        yield
+    except OSError as error:
+        raise RequestError(f"{what} {path} cannot be written ({error.strerror})",
+                           remedy="name a file in a folder that exists and can be written") from error
+
+
+def check_writable(what: str, path: Path) -> None:
+    """Raise `RequestError` where `path` cannot be written, before long work is done for it; leaves no file behind."""
+    new = not path.exists()
+    with writing(what, path):
+        path.open("a").close()
+        if new:
+            path.unlink()
+
+
+def require_complete(result: GenerateResult) -> None:
+    """A run that was cut short is nothing to measure: raise KeyboardInterrupt again, which `generate` caught, or `ModelError`."""
+    if "cancelled" in result.finish_reasons:
+        raise KeyboardInterrupt
+    if "error" in result.finish_reasons:
+        raise ModelError("the logits of the model are not numbers", remedy="check its weights")
 
 
 @contextmanager

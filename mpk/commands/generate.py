@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mpk.runtime.request import GenerateResult
 
 DEFAULT_PROMPT = "Explain in two sentences why the sky is blue."
+EXIT_CODES = {"error": 1, "cancelled": 130}  # by finish reason; 0 for all others
 
 
 def command(
@@ -45,6 +46,7 @@ def command(
     if prompt is not None and prompt_file is not None:
         raise RequestError("--prompt and --prompt-file", expected="only one of them")
     compiler = Compiler(target, dtype=dtype, workers=workers)
+    compiler.require_device()
     loaded = frontend.load(model)
     if loaded.tokenizer is None:
         raise ModelError(f"model {loaded.name} has no tokenizer", remedy="give a folder with tokenizer.json or a GGUF file")
@@ -62,13 +64,19 @@ def command(
         print_json(_report(compiler.target.name, loaded, ids, result))
     else:
         _print_summary(result)
+    reason = result.finish_reasons[0]
+    if reason == "error":
+        print(f"mpk: the logits behind token {len(ids) + len(result.tokens[0])} were not numbers, generation stopped; check the model's weights",
+              file=sys.stderr)
+    if reason in EXIT_CODES:
+        raise typer.Exit(EXIT_CODES[reason])
 
 
 def _prompt_text(prompt: str | None, prompt_file: Path | None, chat: bool, tokenizer: Tokenizer) -> tuple[str, bool]:
     """The prompt and whether to use the chat template (always for the default question, where the model has one)."""
     if prompt_file is not None:
         try:
-            return prompt_file.read_text(encoding="utf-8"), chat
+            return prompt_file.read_text(encoding="utf-8-sig"), chat
         except (OSError, UnicodeDecodeError) as error:
             raise RequestError(f"prompt file {prompt_file}: {error}") from error
     if prompt is not None:
@@ -114,5 +122,10 @@ def _report(target: str, loaded: Any, ids: list[int], result: GenerateResult) ->
 
 def _print_summary(result: GenerateResult) -> None:
     rate = 1000 / result.ms_per_token if result.ms_per_token else 0.0
-    print(f"[{len(result.tokens[0])} tokens, first after {result.first_token_ms:.0f} ms, "
+    reason = result.finish_reasons[0]
+    ending = "" if reason in ("stop", "length") else f", {reason}"
+    if not result.tokens[0]:
+        print(f"[0 tokens{ending}]", file=sys.stderr)
+        return
+    print(f"[{len(result.tokens[0])} tokens{ending}, first after {result.first_token_ms:.0f} ms, "
           f"{result.ms_per_token:.2f} ms per token, {rate:.1f} tokens per second]", file=sys.stderr)

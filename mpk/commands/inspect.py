@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mpk.commands.common import DEFAULT_MODEL, print_json
+from mpk import settings
+from mpk.commands.common import DEFAULT_MODEL, print_json, writing
+from mpk.errors import RequestError
 
 if TYPE_CHECKING:
     from mpk.graph.sm_task_graph import SMTaskGraph
@@ -24,7 +26,7 @@ def command(
     text: Annotated[bool, typer.Option("--text", help="Print the task graph as text, a line for each task and event.")] = False,
     picture: Annotated[Path | None, typer.Option(help="Write a picture (SVG) of one layer's graph to this file.")] = None,
     schedule: Annotated[Path | None, typer.Option(help="Write a picture (SVG) of the whole schedule to this file.")] = None,
-    layer: Annotated[int, typer.Option(help="Layer that --picture shows.")] = 0,
+    layer: Annotated[int | None, typer.Option(help="Layer that --picture shows (default 0; -1: what is outside the layers).")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Lower a model (without reading its weights) and report the graph."""
@@ -32,6 +34,10 @@ def command(
     from mpk.compiler import Compiler
     from mpk.graph import draw
 
+    if json and text:
+        raise RequestError("--json and --text", expected="only one of them")
+    if layer is not None and picture is None:
+        raise RequestError(f"--layer {layer} without --picture", remedy="name the file of the picture with --picture")
     compiler = Compiler(target, dtype=dtype, workers=workers)
     loaded = frontend.load(model, shapes=True)
     started = time.perf_counter()
@@ -40,15 +46,20 @@ def command(
     if save is not None:
         graph.save(str(save))
     if picture is not None:
-        picture.write_text(draw.layer_svg(graph, layer))
+        _write("--picture", picture, draw.layer_svg(graph, layer or 0))
     if schedule is not None:
-        schedule.write_text(draw.schedule_svg(graph))
+        _write("--schedule", schedule, draw.schedule_svg(graph))
     if json:
         print_json(report)
     elif text:
         print(graph.to_text(), end="")
     else:
         _print(report)
+
+
+def _write(option: str, path: Path, text: str) -> None:
+    with writing(option, path):
+        path.write_text(text, encoding="utf-8")
 
 
 def describe(graph: SMTaskGraph, name: str, seconds: float) -> dict[str, Any]:
@@ -69,13 +80,18 @@ def describe(graph: SMTaskGraph, name: str, seconds: float) -> dict[str, Any]:
     }
 
 
+def _state() -> str:
+    last = settings.stop_after()
+    return "lowered and verified" if last in (None, "verify") else f"lowered up to {last}, not verified,"
+
+
 def _print(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
     console.print(f"[bold]{report['model']}[/bold] on {report['target']}, {report['workers']} workers, {report['dtype']}, "
-                  f"lowered and verified in {report['lower_seconds']:.2f} s")
+                  f"{_state()} in {report['lower_seconds']:.2f} s")
     table = Table("kind", "operators", "tasks", box=None)
     for kind, count in report["operators_per_kind"].items():
         table.add_row(kind, str(count), str(report["tasks_per_kind"].get(kind, 0)))

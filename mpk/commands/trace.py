@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from mpk.commands.common import DEFAULT_MODEL, build, print_json
+from mpk.commands import decode_plan
+from mpk.commands.common import DEFAULT_MODEL, build, check_writable, print_json, require_complete, writing
+from mpk.errors import InternalError, RequestError
+from mpk.runtime.perfetto import RUN
 
 if TYPE_CHECKING:
     from mpk.graph.sm_task_graph import SMTaskGraph
@@ -31,22 +34,55 @@ def command(
     from mpk.compiler import Compiler
     from mpk.runtime.perfetto import write_trace
 
+    _check("--batch", batch, 1, 16)
+    _check("--context", context, 1)
+    _check("--steps", steps, 1)
+    compiler = Compiler(target, dtype=dtype, workers=workers, max_batch=batch)
+    compiler.require_device()
+    check_writable("--output", output)
     loaded = frontend.load(model, shapes=True)
-    engine, graph = build(Compiler(target, dtype=dtype, workers=workers, max_batch=max(1, batch)), loaded, quiet=json)
-    longest_queue = max(len(q) for q in graph.queues)
-    instance = engine.create_instance(max_batch=batch, max_context=context + steps + 1,
-                                      trace_spans=4 * longest_queue * (steps + 1 + context // graph.max_rows + 1))
+    plan = decode_plan.with_prompt(batch, context, steps, compiler.options.max_rows)
+    if plan.context > loaded.config.max_context:
+        raise RequestError(f"--context {context} and --steps {steps}", actual=f"{plan.context} tokens",
+                           expected=f"at most {loaded.config.max_context} with the tokens that follow (the model's context)")
+    engine, graph = build(compiler, loaded, quiet=json)
+    instance = engine.create_instance(max_batch=batch, max_context=plan.context,
+                                      trace_spans=4 * max(len(q) for q in graph.queues) * (plan.prompt_steps + steps))
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, loaded.config.vocab_size, size=(batch, context))
-    result = instance.generate(prompts, max_new_tokens=steps + 1, stop_tokens=[])
-    spans = instance.spans()
-    write_trace(graph, spans, output)
+    result = instance.generate(prompts, max_new_tokens=plan.new_tokens, stop_tokens=[])
+    require_complete(result)
+    spans, ms = window(graph, instance.spans(), plan.prompt_steps, steps)
+    with writing("--output", output):
+        write_trace(graph, spans, output)
     report = {"model": loaded.name, "target": graph.target, "batch": batch, "context": context, "steps": steps,
-              "ms_per_token": result.ms_per_token, "trace": str(output), **summarise(graph, spans)}
+              "ms_per_token": ms / steps, "trace": str(output), **summarise(graph, spans)}
     if json:
         print_json(report)
     else:
         _print(report)
+
+
+def _check(option: str, value: int, least: int, most: int | None = None) -> None:
+    if value < least or (most is not None and value > most):
+        raise RequestError(f"{option} {value}", expected=f"{least} or more" if most is None else f"{least} to {most}")
+
+
+def window(graph: SMTaskGraph, spans: list[np.ndarray], first: int, steps: int) -> tuple[list[np.ndarray], float]:
+    """The spans of the last `steps` steps, which come behind `first` others, and how many milliseconds these took.
+
+    A step lasts from the end of one `advance` to the end of the next; waits that began before the window are cut at its beginning.
+    """
+    closing = np.array([t.kind == "advance" for t in graph.tasks])
+    ends = np.sort(np.concatenate([w["end_ns"][closing[w["task"]] & (w["phase"] == RUN)] for w in spans]))
+    if len(ends) != first + steps:
+        raise InternalError(f"the trace holds {len(ends)} steps, expected {first + steps}")
+    begin, end = int(ends[first - 1]), int(ends[first + steps - 1])
+    kept = [w[(w["end_ns"] > begin) & (w["begin_ns"] < end)] for w in spans]
+    for worker in kept:
+        worker["begin_ns"] = np.maximum(worker["begin_ns"], begin)
+        worker["end_ns"] = np.minimum(worker["end_ns"], end)
+    return kept, (end - begin) / 1e6
 
 
 def summarise(graph: SMTaskGraph, spans: list[np.ndarray]) -> dict[str, Any]:

@@ -15,7 +15,6 @@ class ChatTemplate:
 
     def __init__(self, template: str, **constants: str) -> None:
         """`constants` (bos_token, eos_token) are visible to the template; `ModelError` if it does not compile."""
-        from jinja2 import TemplateSyntaxError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
@@ -24,7 +23,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self._template = environment.from_string(template)
-        except TemplateSyntaxError as e:
+        except Exception as e:  # constants are computed here, by the template's own rules
             raise ModelError("the model's chat template does not compile", actual=str(e)) from e
         self._constants = constants
 
@@ -41,6 +40,8 @@ class ChatTemplate:
         except (TypeError, KeyError, AttributeError) as e:
             raise RequestError("the chat template cannot use the messages", expected="messages with 'role' and 'content'",
                                actual=str(e)) from e
+        except Exception as e:  # a template is a program and can fail in any way
+            raise RequestError("the chat template fails on the messages", actual=f"{type(e).__name__}: {e}") from e
 
 
 def _refuse(message: str) -> NoReturn:

@@ -26,12 +26,32 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
+SAMPLES = 64
+SAMPLE_BYTES = 4096
+
+
 def files_fingerprint(files: Iterable[tuple[Path, int]]) -> str:
-    """Hash over path, size, modification time and the first bytes (the header, of the given length) of each file."""
+    """Hash of what identifies each file's contents without reading all of them; `ModelError` if a file cannot be read any more.
+
+    Path, size, inode, times of modification and of the last change of the inode (which no program sets back), the first bytes (the
+    header, of the given length), and blocks spread evenly from the first to the last.
+    """
     h = xxhash.xxh3_128()
     for path, header_bytes in files:
-        stat = os.stat(path)
-        h.update(f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|".encode())
-        with open(path, "rb") as f:
-            h.update(f.read(header_bytes))
+        try:
+            with open(path, "rb") as f:
+                stat = os.fstat(f.fileno())
+                h.update(f"{path.resolve()}|{stat.st_size}|{stat.st_ino}|{stat.st_mtime_ns}|{stat.st_ctime_ns}|".encode())
+                h.update(f.read(header_bytes))
+                for begin in _sample_places(stat.st_size):
+                    f.seek(begin)
+                    h.update(f.read(SAMPLE_BYTES))
+        except OSError as e:
+            raise ModelError(f"cannot read {path}", actual=e.strerror or str(e), remedy="the model must stay in place until it is built") from e
     return h.hexdigest()
+
+
+def _sample_places(size: int) -> list[int]:
+    """Where the samples of a file begin: at 0, at the last whole sample, and evenly between."""
+    last = max(size - SAMPLE_BYTES, 0)
+    return sorted({last * i // (SAMPLES - 1) for i in range(SAMPLES)})

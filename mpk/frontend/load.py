@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,7 @@ def _load_path(text: str, shapes: bool) -> LoadedModel:
     if shapes and not path.is_dir() and (not path.is_file() or path.suffix == ".json") and text.lower() not in BUNDLED:
         return _load_shape(text)
     if path.is_dir():
-        return _load_shape(text) if shapes and not any(path.glob("*.safetensors")) else _load_folder(path)
+        return _load_shape(text) if shapes and not _has_weights(path) else _load_folder(path)
     if path.is_file():
         if path.suffix == ".safetensors" or path.name == "config.json":
             return _load_folder(path.parent)
@@ -53,10 +54,15 @@ def _load_path(text: str, shapes: bool) -> LoadedModel:
     raise ModelError(f"no model '{text}'", expected=SOURCES)
 
 
+def _has_weights(folder: Path) -> bool:
+    """Whether the folder holds weights, or says by an index that it should."""
+    return any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json"))
+
+
 def _load_shape(text: str) -> LoadedModel:
     from mpk.models.shapes import RandomWeights, shape
 
-    config = shape(text)
+    config = _possible_stops(shape(text), text)
     return LoadedModel(config, RandomWeights(config, build_graph(config)), None, text)
 
 
@@ -82,8 +88,17 @@ def _load_gguf(path: Path, name: str) -> LoadedModel:
     return _checked(source.config, source, gguf_tokenizer(source.header.metadata, path, source.config.eos_tokens), name)
 
 
+def _possible_stops(config: DecoderConfig, name: str) -> DecoderConfig:
+    """Without stop tokens beyond the vocabulary, which can never be produced; warns about them."""
+    beyond = [token for token in config.eos_tokens if not 0 <= token < config.vocab_size]
+    if not beyond:
+        return config
+    warnings.warn(f"{name}: stop tokens {beyond} are ignored, the vocabulary has ids 0 to {config.vocab_size - 1}", UserWarning, stacklevel=2)
+    return replace(config, eos_tokens=tuple(token for token in config.eos_tokens if token not in beyond))
+
+
 def _checked(config: DecoderConfig, source: TensorSource, tokenizer: Tokenizer | None, name: str) -> LoadedModel:
-    config = resolve_tied_head(config, source)
+    config = resolve_tied_head(_possible_stops(config, name), source)
     if tokenizer is not None:
         if tokenizer.vocab_size > config.vocab_size:
             raise ModelError(f"tokenizer of {name} with {tokenizer.vocab_size} tokens", expected=f"at most the model's {config.vocab_size}")

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -43,6 +42,7 @@ class SafetensorsFolder(TensorSource):
         super().__init__()
         self.folder = folder
         self._files: dict[Path, int] = {}  # file -> length of its header
+        self._sizes: dict[Path, int] = {}
         self._tensors: dict[str, _Tensor] = {}
         self._maps: dict[Path, np.ndarray] = {}
         for path in _shards(folder):
@@ -55,8 +55,11 @@ class SafetensorsFolder(TensorSource):
             size = path.stat().st_size
             with open(path, "rb") as f:
                 prefix = f.read(8)
-                length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-                if len(prefix) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+                length = int.from_bytes(prefix, "little")
+                if len(prefix) < 8:
+                    raise ModelError(f"{path} is truncated or not a safetensors file",
+                                     actual=f"a file of {size} bytes, too short for a safetensors header")
+                if length > min(size - 8, MAX_HEADER_BYTES):
                     raise ModelError(f"{path} is truncated or not a safetensors file", expected=f"a header of {length} bytes",
                                      actual=f"a file of {size} bytes")
                 header: dict[str, Any] = json.loads(f.read(length))
@@ -67,7 +70,7 @@ class SafetensorsFolder(TensorSource):
                 raise
             raise ModelError(f"{path} has a damaged header", actual=str(e)) from e
         start = 8 + length
-        self._files[path] = start
+        self._files[path], self._sizes[path] = start, size
         header.pop("__metadata__", None)
         for name, entry in header.items():
             self._tensors[name] = _tensor(path, name, entry, start, size)
@@ -90,28 +93,43 @@ class SafetensorsFolder(TensorSource):
     def _rows(self, name: str, begin: int, end: int) -> np.ndarray:
         t = self._tensors[name]
         if t.path not in self._maps:
-            self._maps[t.path] = np.asarray(np.memmap(t.path, np.uint8, "r"))
+            self._maps[t.path] = self._map(t.path)
         stored = self._maps[t.path][t.begin:t.end].view(DTYPES[t.dtype]).reshape(t.shape)[begin:end]
         if t.dtype == "BF16":
             return np.asarray((stored.astype(np.uint32) << np.uint32(16)).view(np.float32))
         return np.asarray(stored, np.float32)
+
+    def _map(self, path: Path) -> np.ndarray:
+        """The file as bytes; `ModelError` if it is no longer the one whose header was read."""
+        try:
+            data = np.asarray(np.memmap(path, np.uint8, "r"))
+        except (OSError, ValueError) as e:  # ValueError: it is empty now
+            reason = e.strerror if isinstance(e, OSError) else None
+            raise ModelError(f"cannot read {path}", actual=reason or str(e), remedy="the model must stay in place until it is built") from e
+        if len(data) != self._sizes[path]:
+            raise ModelError(f"{path} changed after it was loaded", expected=f"{self._sizes[path]} bytes", actual=str(len(data)))
+        return data
 
     def fingerprint(self) -> str:
         return files_fingerprint(sorted(self._files.items()))
 
 
 def _shards(folder: Path) -> list[Path]:
+    """The files to read; a single file wins over an index, as in transformers."""
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
     if (folder / INDEX).is_file():
         index = read_json(folder / INDEX).get("weight_map")
         if not isinstance(index, dict) or not index:
             raise ModelError(str(folder / INDEX), expected="a 'weight_map' from tensors to files")
+        for tensor, name in index.items():
+            if not isinstance(name, str) or not name or PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+                raise ModelError(f"{folder / INDEX}: file of tensor {tensor}", expected="the name of a file in the folder", actual=repr(name))
         shards = [folder / name for name in sorted(set(index.values()))]
         for shard in shards:
             if not shard.is_file():
                 raise ModelError(f"{shard} is missing", remedy=f"{folder / INDEX} names it; fetch all {len(shards)} files of the model")
         return shards
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
     others = sorted(folder.glob("*.safetensors"))
     if len(others) == 1:
         return others

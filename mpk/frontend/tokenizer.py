@@ -70,7 +70,7 @@ class Tokenizer:
         try:
             return list(self.core.encode(text, add_special_tokens=add_special).ids)
         except (TypeError, UnicodeEncodeError) as e:
-            raise RequestError("text cannot be encoded as UTF-8", actual=str(e)) from e
+            raise RequestError("the prompt is not valid text", expected="text that can be encoded as UTF-8", actual=_invalid(text)) from e
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD, ids beyond the vocabulary nothing."""
@@ -138,6 +138,15 @@ class Tokenizer:
                              chat_template=data["chat_template"])
         except KeyError as e:
             raise ModelError(f"tokenizer file {path} is damaged", actual=f"no {e}") from e
+
+
+def _invalid(text: Any) -> str:
+    """What is wrong with a text that is refused; undecodable bytes of the command line are surrogates U+DC80 to U+DCFF."""
+    if not isinstance(text, str):
+        return type(text).__name__
+    place = next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), 0)
+    code = ord(text[place]) if text else 0
+    return f"byte 0x{code - 0xDC00:02x} at character {place}" if 0xDC80 <= code <= 0xDCFF else f"U+{code:04X} at character {place}"
 
 
 class DecodeStream:

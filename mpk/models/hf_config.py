@@ -121,9 +121,9 @@ def _refuse_unsupported(c: HFConfig) -> None:
 
 
 def read_rope(c: HFConfig, max_position: int) -> RopeScaling:
-    """Rotary embedding from `rope_parameters` or `rope_scaling` and `rope_theta`."""
+    """Rotary embedding from `rope_scaling` (which wins as a whole, as in transformers) or `rope_parameters`, and `rope_theta`."""
     hf = c.data
-    raw = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    raw = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(raw, Mapping) or any(isinstance(v, Mapping) for v in raw.values()):
         raise ModelError(f"{c.family}: rope parameters per layer type", remedy="supported: one set of rope parameters for all layers")
     kind = raw.get("rope_type") or raw.get("type") or "default"
@@ -135,6 +135,7 @@ def read_rope(c: HFConfig, max_position: int) -> RopeScaling:
         return positive(raw.get(key), default, f"{c.family}: rope parameter '{key}'")
 
     theta = number("rope_theta", c.number("rope_theta", 10000.0))
+    number("factor", 1.0)
     if kind == "default":
         return RopeScaling(theta=theta)
     for key in REQUIRED_ROPE_KEYS[kind]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mpk import settings
+from mpk.errors import RequestError
 from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.graph.tensor_graph import TensorGraph
 from mpk.passes import dependencies, event_fusion, fuse, memory, partition, schedule, split_attention, split_sampling, verify
@@ -36,7 +37,12 @@ def task_passes(target: Target) -> list[tuple[str, Callable[[SMTaskGraph], SMTas
 
 
 def lower(graph: TensorGraph, target: Target, options: Options) -> SMTaskGraph:
-    """Run every pass; with MPK_DUMP set, write the text of the graph before the first and after each pass."""
+    """Run every pass; with MPK_DUMP set, write the text of the graph before the first and after each pass.
+
+    MPK_STOP_AFTER names the pass after which to stop: `partition` or a pass behind it. Raises `RequestError` for another name and
+    for a folder MPK_DUMP that cannot be written.
+    """
+    last = _stop_after(target, options)
     dump = _Dumper(settings.dump_folder())
     dump.write("model", graph.to_text())
     for name, tensor_pass in tensor_passes(target, options):
@@ -44,12 +50,25 @@ def lower(graph: TensorGraph, target: Target, options: Options) -> SMTaskGraph:
         dump.write(name, graph.to_text())
     tasks = partition.run(graph, target, options)
     dump.write("partition", tasks)
-    for name, task_pass in task_passes(target):
+    for name, task_pass in task_passes(target) if last != "partition" else ():
         tasks = task_pass(tasks)
         dump.write(name, tasks)
-        if settings.stop_after() == name:
+        if name == last:
             break
     return tasks
+
+
+def _stop_after(target: Target, options: Options) -> str | None:
+    """The pass that MPK_STOP_AFTER names, one of those that leave tasks."""
+    name = settings.stop_after()
+    possible = ["partition", *(n for n, _ in task_passes(target))]
+    if name is None or name in possible:
+        return name
+    expected = f"one of {', '.join(possible)}"
+    if name in [n for n, _ in tensor_passes(target, options)]:
+        raise RequestError(f"MPK_STOP_AFTER {name}", expected=expected, actual="a pass before there are tasks",
+                           remedy="MPK_DUMP=<folder> writes what such a pass leaves")
+    raise RequestError(f"MPK_STOP_AFTER {name}", expected=expected)
 
 
 class _Dumper:
@@ -58,11 +77,21 @@ class _Dumper:
     def __init__(self, folder: Path | None) -> None:
         self.folder, self.number = folder, 0
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise _unwritable(folder, error) from error
 
     def write(self, name: str, content: str | SMTaskGraph) -> None:
         if self.folder is None:
             return
         text = content if isinstance(content, str) else content.to_text()
-        (self.folder / f"{self.number:02d}_{name}.txt").write_text(text)
+        try:
+            (self.folder / f"{self.number:02d}_{name}.txt").write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise _unwritable(self.folder, error) from error
         self.number += 1
+
+
+def _unwritable(folder: Path, error: OSError) -> RequestError:
+    return RequestError(f"MPK_DUMP {folder} cannot be written ({error.strerror})", remedy="name a folder that can be written")

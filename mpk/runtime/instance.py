@@ -10,6 +10,7 @@ import numpy as np
 
 from mpk.codegen import layout
 from mpk.errors import InternalError, RequestError, StallError, TargetError
+from mpk.runtime.arguments import check_instance_arguments
 from mpk.runtime.memory import available_bytes
 from mpk.runtime.request import (
     FINISH_REASONS,
@@ -38,14 +39,13 @@ class Instance:
                  device_ids: Sequence[int] | None = None, stall_limit_s: float = 10.0, trace_spans: int = 0) -> None:
         graph, config = engine.graph, engine.graph.tensor_graph.config
         limit = min(self._graph_batch(engine), graph.max_rows)
-        batch = limit if max_batch is None else max_batch
-        context = config.max_context if max_context is None else max_context
+        check_instance_arguments(max_batch, max_context, device_ids, stall_limit_s, trace_spans, graph.num_workers)
+        batch = limit if max_batch is None else int(max_batch)
+        context = config.max_context if max_context is None else int(max_context)
         if not 1 <= batch <= limit:
             raise RequestError("max_batch", expected=f"1 to {limit}", actual=str(batch), remedy="lower the model for a larger batch")
         if not 1 <= context <= config.max_context:
             raise RequestError("max_context", expected=f"1 to {config.max_context} (the model's context)", actual=str(context))
-        if not stall_limit_s > 0:
-            raise RequestError("stall_limit_s", expected="a time above 0", actual=str(stall_limit_s))
         self.engine, self.stall_limit_s = engine, float(stall_limit_s)
         self.executor = engine.executor(batch, context, max_context is not None, device_ids, self.stall_limit_s)
         self.state = self.executor.state
@@ -71,7 +71,7 @@ class Instance:
         if any(len(p) != length for p in prompts):
             raise RequestError("forward takes prompts of one length", actual=str([len(p) for p in prompts]),
                                remedy="call it once a length, or use generate, which takes different lengths")
-        self._check_lengths([length] * len(prompts))
+        self._check_lengths([length] * len(prompts), "prompt")
         size = len(prompts) * length * self.state.vocab * 4
         available = available_bytes()
         if available is not None and size > available * MEMORY_SHARE:
@@ -99,12 +99,14 @@ class Instance:
         returns what there is, with finish reason "cancelled". Raises `RequestError` before anything runs, `StallError` if the
         program stops making progress.
         """
+        if on_token is not None and not callable(on_token):
+            raise RequestError("on_token", expected="None or a function of (slot, token)", actual=type(on_token).__name__)
         prompts = as_prompts(prompt_tokens)
         check_prompts(prompts, vocab=self.state.vocab, max_batch=self.max_batch)
         stop = self.engine.graph.tensor_graph.config.eos_tokens if stop_tokens is None else stop_tokens
         given = {"max_new_tokens": max_new_tokens, "stop_tokens": stop, **options}
         chosen = options_per_sequence(len(prompts), given, self.state.vocab)
-        self._check_lengths([len(p) + o.max_new_tokens for p, o in zip(prompts, chosen, strict=True)])
+        self._check_lengths([len(p) + o.max_new_tokens for p, o in zip(prompts, chosen, strict=True)], "prompt and new tokens")
         with self._exclusive():
             self.state.reset()
             for slot, (prompt, option) in enumerate(zip(prompts, chosen, strict=True)):
@@ -123,11 +125,14 @@ class Instance:
         return [worker[:count].copy() for worker, count in zip(self._spans, self._span_count, strict=True)]
 
     # ---- running
-    def _check_lengths(self, lengths: list[int]) -> None:
+    def _check_lengths(self, lengths: list[int], what: str) -> None:
         for slot, length in enumerate(lengths):
             if length > self.max_context:
-                raise RequestError(f"sequence {slot}: prompt and new tokens", expected=f"at most {self.max_context} (the context)",
-                                   actual=str(length), remedy="a shorter prompt, fewer new tokens, or an instance with a larger max_context")
+                remedies = ["a shorter prompt", *(["fewer new tokens"] if "new tokens" in what else [])]
+                if self.max_context < self.engine.graph.tensor_graph.config.max_context:
+                    remedies.append("an instance with a larger max_context")
+                raise RequestError(f"sequence {slot}: {what}", expected=f"at most {self.max_context} (the context)", actual=str(length),
+                                   remedy=" or ".join(remedies))
         self.state.require_pages(lengths)
 
     def _exclusive(self) -> _Exclusive:

@@ -12,6 +12,8 @@ import numpy as np
 from mpk.codegen.layout import FINISH, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS
 from mpk.errors import RequestError
 
+SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)  # normal float32 numbers
+FLOAT32_OPTIONS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 FINISH_REASONS = {value: name for name, value in FINISH.items()}
 
 
@@ -40,12 +42,6 @@ class SamplingOptions:
 
     def check(self, where: str, vocab: int) -> SamplingOptions:
         """Raise `RequestError` naming the first option out of range; returns self."""
-        def number(value: Any) -> bool:
-            return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool) and math.isfinite(value)
-
-        def whole(value: Any) -> bool:
-            return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
         rules = [
             ("max_new_tokens", whole(self.max_new_tokens) and self.max_new_tokens >= 1, "a whole number from 1"),
             ("temperature", number(self.temperature) and self.temperature >= 0, "a number from 0"),
@@ -62,6 +58,12 @@ class SamplingOptions:
         for name, ok, expected in rules:
             if not ok:
                 raise RequestError(f"{where}: {name}", expected=expected, actual=repr(getattr(self, name)))
+        for name in FLOAT32_OPTIONS:
+            value = getattr(self, name)
+            if value and not SMALLEST <= abs(value) <= LARGEST:
+                zero = "" if name in ("top_p", "repetition_penalty") else "0 or "
+                raise RequestError(f"{where}: {name}", expected=f"{zero}a size from {SMALLEST:.2g} to {LARGEST:.2g}, as it is used in float32",
+                                   actual=repr(value))
         if len(self.stop_tokens) > MAX_STOP_TOKENS:
             raise RequestError(f"{where}: stop_tokens", expected=f"at most {MAX_STOP_TOKENS}", actual=str(len(self.stop_tokens)))
         for token in self.stop_tokens:
@@ -99,15 +101,25 @@ class GenerateResult:
     logprobs: list[list[TokenLogprob]] | None = None
 
 
+def whole(value: Any) -> bool:
+    """Whether the value is a whole number (no bool)."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_))
+
+
+def number(value: Any) -> bool:
+    """Whether the value is a finite number (no bool)."""
+    return whole(value) or (isinstance(value, (float, np.floating)) and math.isfinite(value))
+
+
 def is_torch(value: Any) -> bool:
     """Whether the value is a torch tensor, without importing torch."""
     return type(value).__module__.split(".")[0] == "torch"
 
 
 def as_prompts(prompts: Any) -> list[np.ndarray]:
-    """Prompts as int64 vectors: a vector or flat list is one prompt, a matrix or list of lists is one prompt a row."""
+    """Prompts as int64 vectors (uint64 where an id is beyond int64): a vector or flat list is one prompt, a matrix or list of lists is one prompt a row."""
     if is_torch(prompts):
-        prompts = prompts.detach().cpu().numpy()
+        prompts = _ids_of_torch(prompts, "prompt_tokens")
     if isinstance(prompts, np.ndarray):
         if prompts.ndim not in (1, 2):
             raise RequestError("prompt_tokens", expected="[tokens] or [batch, tokens]", actual=f"{prompts.ndim} dimensions")
@@ -123,16 +135,29 @@ def as_prompts(prompts: Any) -> list[np.ndarray]:
 
 def _as_ids(row: Any, slot: int) -> np.ndarray:
     if is_torch(row):
-        row = row.detach().cpu().numpy()
+        row = _ids_of_torch(row, f"sequence {slot}: prompt_tokens")
     try:
         ids = np.asarray(row)
-    except ValueError:
+    except (ValueError, TypeError, OverflowError):
         ids = np.zeros((0, 0))
     if ids.size == 0 and ids.ndim == 1:
         return np.zeros(0, np.int64)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise RequestError(f"sequence {slot}: prompt_tokens", expected="whole numbers in one dimension", actual=f"{ids.dtype} with {ids.ndim}")
+        raise RequestError(f"sequence {slot}: prompt_tokens", expected="whole numbers in one dimension", actual=f"{ids.dtype} in {ids.ndim}")
+    if ids.dtype == np.uint64 and ids.max() > np.iinfo(np.int64).max:
+        return ids  # out of range for any vocabulary, and refused by its own value
     return ids.astype(np.int64)
+
+
+def _ids_of_torch(value: Any, subject: str) -> np.ndarray:
+    """A torch tensor of integers (on any device) as an array."""
+    try:
+        if not (value.is_floating_point() or value.is_complex()):
+            return np.asarray(value.detach().cpu().numpy())
+        actual = str(value.dtype)
+    except (AttributeError, TypeError, RuntimeError, NotImplementedError) as e:  # no tensor, quantised, sparse, or without data
+        actual = str(e).splitlines()[0]
+    raise RequestError(subject, expected="whole numbers", actual=actual)
 
 
 def check_prompts(prompts: Sequence[np.ndarray], *, vocab: int, max_batch: int) -> None:
@@ -153,6 +178,8 @@ def check_prompts(prompts: Sequence[np.ndarray], *, vocab: int, max_batch: int) 
 def options_per_sequence(count: int, options: Mapping[str, Any], vocab: int) -> list[SamplingOptions]:
     """One checked `SamplingOptions` a sequence; a list gives every sequence its own value (`stop_tokens`: a list of lists)."""
     known = {f.name for f in fields(SamplingOptions)}
+    if "stop_tokens" in options:
+        options = {**options, "stop_tokens": _stop_lists(options["stop_tokens"])}
     for name in options:
         if name not in known:
             raise RequestError(f"option {name}", remedy=f"known options: {', '.join(sorted(known))}")
@@ -161,6 +188,21 @@ def options_per_sequence(count: int, options: Mapping[str, Any], vocab: int) -> 
         mine = {name: _of_sequence(name, value, slot, count) for name, value in options.items()}
         out.append(SamplingOptions(**mine).check(f"sequence {slot}", vocab))
     return out
+
+
+def _stop_lists(value: Any) -> list[Any]:
+    """Ids, or lists of ids (one a sequence), as lists."""
+    def listed(entry: Any) -> Any:
+        if isinstance(entry, np.ndarray) or is_torch(entry):
+            entry = entry.tolist()
+        return list(entry) if isinstance(entry, Iterable) and not isinstance(entry, (str, bytes)) else entry
+
+    outer = listed(value)
+    if isinstance(outer, list):
+        entries = [listed(entry) for entry in outer]
+        if len({isinstance(entry, list) for entry in entries}) < 2:
+            return entries
+    raise RequestError("option stop_tokens", expected="a list of ids, or a list of such lists, one a sequence", actual=repr(value))
 
 
 def _of_sequence(name: str, value: Any, slot: int, count: int) -> Any:

@@ -57,6 +57,7 @@ class Target:
     max_events: int
     scratch_bytes: int
     max_signals_per_task: int
+    max_workers: int = 256  # that a graph may be lowered for
     max_rows: int = 256  # token rows of one step, at most
     append_in: str = "qkv"  # which task rotates queries and keys and appends to the cache: "qkv" or "attention"
     swiglu_columns: int = 16  # output columns of a tile of a gate / up product
@@ -100,7 +101,7 @@ def load(name: str) -> Target:
 
     return Target(
         name=data["name"], backend=data["backend"], description=data["description"],
-        workers=int(data["workers"]["count"]) or available_cpus(),
+        workers=min(int(data["workers"]["count"]) or available_cpus(), int(data["workers"]["most"])), max_workers=int(data["workers"]["most"]),
         bandwidth=figure("memory", "bandwidth_gb_s"), worker_bandwidth=figure("memory", "worker_bandwidth_gb_s"),
         capacity_gb=figure("memory", "capacity_gb"), worker_rate=figure("compute", "worker_gflop_s"),
         event_latency=figure("latency", "event_us"), task_latency=figure("latency", "task_us"),
@@ -135,6 +136,13 @@ def runs_on(target: Target, device: str | None) -> bool:
 def runs_here(target: Target) -> bool:
     """Whether this machine can execute graphs of the target."""
     return target.backend == "cpp" or runs_on(target, _first_device())
+
+
+def require_device(target: Target) -> None:
+    """Raise `TargetError` saying what is needed where a GPU target cannot run because the machine has no GPU that answers."""
+    if target.backend == "cuda" and _first_device() is None:
+        raise TargetError(f"target {target.name}", expected="a CUDA device", actual="none on this machine",
+                          remedy="it needs an NVIDIA GPU with its driver and the packages cuda-bindings and nvidia-cuda-nvrtc; the target cpp runs here")
 
 
 @cache

@@ -4,6 +4,11 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#if defined(__FMA__) || defined(__AVX512F__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 namespace mpk {
 
@@ -179,9 +184,20 @@ template <int N>
 MPK_INLINE Vec<N> min(Vec<N> a, Vec<N> b) {
   return {a.v < b.v ? a.v : b.v};
 }
-// Becomes one instruction where the machine has it (the compilers contract within an expression).
+// One rounding where the machine can, asked for by name: left to contraction, gcc splits some chains of multiply-adds again when
+// it tunes for processors with slow chains (seen with Sapphire Rapids), and a row's bits then depend on the rows beside it.
 template <int N>
 MPK_INLINE Vec<N> fma(Vec<N> a, Vec<N> b, Vec<N> c) {
+#if defined(__AVX512F__)
+  if constexpr (N == 16) return {(typename VecTypes<N>::Float)_mm512_fmadd_ps((__m512)a.v, (__m512)b.v, (__m512)c.v)};
+#endif
+#if defined(__FMA__)
+  if constexpr (N == 8) return {(typename VecTypes<N>::Float)_mm256_fmadd_ps((__m256)a.v, (__m256)b.v, (__m256)c.v)};
+  if constexpr (N == 4) return {(typename VecTypes<N>::Float)_mm_fmadd_ps((__m128)a.v, (__m128)b.v, (__m128)c.v)};
+#endif
+#if defined(__aarch64__)
+  if constexpr (N == 4) return {(typename VecTypes<N>::Float)vfmaq_f32((float32x4_t)c.v, (float32x4_t)a.v, (float32x4_t)b.v)};
+#endif
   return {a.v * b.v + c.v};
 }
 // The first (or the second: `Which` = 1) elements of N consecutive bf16 pairs.
