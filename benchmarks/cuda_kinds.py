@@ -14,11 +14,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from mpk.codegen import layout  # noqa: E402
-from mpk.codegen.layout import KV_PAGE_TOKENS  # noqa: E402
-from mpk.passes.split_attention import choose_splits  # noqa: E402
-from mpk.tasks.sample_part.sharing import PART_COLUMNS, slices  # noqa: E402
-from tests.support.cuda_kinds import Machine, put_step, spread  # noqa: E402
+from mpk.codegen import layout
+from mpk.codegen.layout import KV_PAGE_TOKENS
+from mpk.passes.split_attention import choose_splits
+from mpk.tasks.sample_part.sharing import PART_COLUMNS, slices
+from tests.support.cuda_kinds import Machine, put_step, spread
 
 SMS, REPEATS = 132, 200
 MODELS = {"llama-3.1-8b": (32, 8, 128), "qwen3-0.6b": (16, 8, 128), "llama-3.2-1b": (32, 8, 64)}

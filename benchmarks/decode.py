@@ -30,6 +30,8 @@ def measure(name: str, batch: int = 1, context: int = 512, steps: int = 64, repe
     times = []
     for _ in range(repeats):
         result = instance.generate(prompts, max_new_tokens=steps, stop_tokens=[])
+        if any(len(t) != steps for t in result.tokens):
+            raise RuntimeError(f"sequences ended early: {result.finish_reasons}")
         gaps = np.diff(np.array(result.token_ms), axis=1)[:, 1:]
         times.append(float(np.median(gaps)))
     target = hardware.load("h200")
@@ -52,18 +54,22 @@ def kv_bytes(config: object) -> int:
     return config.num_layers * config.num_kv_heads * config.head_dim * 2 * 2  # type: ignore[attr-defined]
 
 
-def summary(instance: object, graph: object) -> dict[str, list[float]]:
-    """Operator kind or layer-free name -> mean microseconds a step of (run, wait) over blocks, of the last recorded step that is whole."""
-    spans = instance.spans()  # type: ignore[attr-defined]
+def summary(instance: object, graph: object, steps: int = 8) -> dict[str, list[float]]:
+    """Operator (without its layer) -> mean microseconds of a task's run and wait, tasks a step; over the last whole steps."""
+    spans = np.concatenate(instance.spans())  # type: ignore[attr-defined]
+    last = graph.tasks[-1].id  # type: ignore[attr-defined]
+    ends = np.sort(spans["end_ns"][(spans["task"] == last) & (spans["phase"] == 0)])
+    begin, end = ends[-steps - 1], ends[-1]
+    spans = spans[(spans["begin_ns"] >= begin) & (spans["begin_ns"] < end)]
     total: dict[str, list[float]] = {}
-    for worker in spans:
-        for span in worker:
-            op = graph.tensor_graph.operators[graph.tasks[span["task"]].op]  # type: ignore[attr-defined]
-            name = op.name.split(".")[-1] if op.layer >= 0 else op.name
-            row = total.setdefault(name, [0.0, 0.0, 0.0])
-            row[int(span["phase"])] += (int(span["end_ns"]) - int(span["begin_ns"])) / 1e3
-            row[2] += int(span["phase"]) == 0
-    return {name: [round(v[0] / max(v[2], 1), 2), round(v[1] / max(v[2], 1), 2), v[2]] for name, v in total.items()}
+    for task, phase, first, stop in spans.tolist():
+        op = graph.tensor_graph.operators[graph.tasks[task].op]  # type: ignore[attr-defined]
+        row = total.setdefault(op.name.split(".", 1)[-1] if op.layer >= 0 else op.name, [0.0, 0.0, 0.0, 0.0])
+        row[phase] += (stop - first) / 1e3
+        row[2 + phase] += 1
+    out = {name: [round(v[0] / max(v[2], 1), 2), round(v[1] / max(v[3], 1), 2), round(v[2] / steps, 1)] for name, v in total.items()}
+    out["step_us"] = [round((end - begin) / steps / 1e3, 1)]
+    return out
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ def run(graph: TensorGraph, workers: int) -> TensorGraph:
             values |= {name: Value(name, columns, "logits", element_bytes=4) for name, columns in zip(names, (parts * PART_COLUMNS, vocab), strict=True)}
             attrs = {**op.attrs, "parts": parts, "slice": size}
             operators.append(Operator(f"{op.name}.part", "sample_part", (logits, step), names, {}, attrs, op.layer))
-            op = replace(op, inputs=(logits, step, *names), attrs=attrs)
-        operators.append(op)
+            operators.append(replace(op, inputs=(logits, step, *names), attrs=attrs))
+        else:
+            operators.append(op)
     return graph.with_operators(operators, values).check()

@@ -146,6 +146,21 @@ class Device:
         """A stream that does not wait for the one that kernels run in."""
         return check(self.driver.cuStreamCreate(self.driver.CUstream_flags.CU_STREAM_NON_BLOCKING), "create a stream")
 
+    def download_beside(self, stream: Any, memory: Memory, dtype: Any, count: int) -> np.ndarray:
+        """Copy from the device while a kernel runs."""
+        out = np.empty(count, dtype)
+        check(self.driver.cuMemcpyDtoHAsync(out.ctypes.data, memory.address, out.nbytes, stream), "copy from the device")
+        check(self.driver.cuStreamSynchronize(stream), "copy from the device")
+        return out
+
+    def finished(self, event: Any) -> bool:
+        """Whether all work before the event is done."""
+        (status,) = self.driver.cuEventQuery(event)
+        if status == self.driver.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        check((status,), "run the kernel")
+        return True
+
     def upload_beside(self, stream: Any, memory: Memory, data: np.ndarray) -> None:
         """Copy to the device while a kernel runs."""
         check(self.driver.cuMemcpyHtoDAsync(memory.address, data.ctypes.data, data.nbytes, stream), "copy to the device")

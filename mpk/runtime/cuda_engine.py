@@ -13,12 +13,12 @@ from mpk.codegen import layout
 from mpk.codegen.cuda_program import KERNEL, CudaProgramBuilder, CudaTables, compile_cuda_program
 from mpk.codegen.cuda_weights import WeightLoader
 from mpk.codegen.nvrtc import Cubin
-from mpk.errors import TargetError
+from mpk.errors import StallError, TargetError
 from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.passes.memory import lay_out_params
 from mpk.runtime.cuda_device import Device, Memory, PinnedArray
 from mpk.runtime.engine import BuildProgress, Engine
-from mpk.runtime.state import MEMORY_SHARE, State, gib
+from mpk.runtime.state import State, gib
 from mpk.targets import hardware
 from mpk.targets.hardware import KernelPlan
 from mpk.tasks.base import WeightSource
@@ -112,19 +112,20 @@ class CudaEngine(Engine):
 class CudaExecutor:
     """Runs the kernel on one instance's state: the state's arrays are the host's copies, sent before a run and fetched after it."""
 
-    SENT = ("sequences", "step", "free_pages", "free_page_count", "cancel", "stall")
-    FETCHED = ("sequences", "step", "stall")
+    SENT = ("sequences", "step", "free_pages", "free_page_count", "cancel")
+    FETCHED = ("sequences", "step")
 
     def __init__(self, engine: CudaEngine, program: LoadedProgram, state: State, stall_limit_s: float) -> None:
         self.engine, self.program, self.state, self.stall_limit_s = engine, program, state, stall_limit_s
         device = program.device
         arrays = {"sequences": state.sequences, "step": state.step, "segments": state.segments, **state.rows, "page_table": state.page_table,
-                  "free_pages": state.free_pages, "free_page_count": state.free_page_count, "cancel": state.cancel, "stall": state.stall,
+                  "free_pages": state.free_pages, "free_page_count": state.free_page_count, "cancel": state.cancel,
                   "tokens": state.tokens, "token_ns": state.token_ns}
         self.arrays = arrays
         self.memory = {name: device.allocate(array.nbytes) for name, array in arrays.items()}
         for name in ("segments", *state.rows, "page_table", "tokens", "token_ns"):
             self.memory[name].fill(0)
+        self.memory["stall"] = device.allocate(engine.graph.num_workers * layout.dtype("Stall").itemsize)  # one a block
         self.memory["arena"] = device.allocate(engine.graph.arena_bytes)
         self.memory["kv"] = device.allocate(state.num_pages * state.page_bytes)
         self.memory["kv"].fill(0)
@@ -149,6 +150,7 @@ class CudaExecutor:
             self.memory["tokens"].upload(state.tokens[slot, :length], slot * state.max_context * 4)
         self.events.fill(0)
         self.stop.fill(0)
+        self.memory["stall"].fill(0)
         self._outputs = {}
         wanted = {"logits_out": logits, "spans": spans, "span_count": span_count if spans is not None else None}
         if state.logprobs is not None:
@@ -188,6 +190,7 @@ class CudaExecutor:
         device.record(self._begin)
         device.launch(self.program.function, self.engine.graph.num_workers, THREADS, self.program.shared_bytes, self.argument)
         device.record(self._end)
+        self._watch()
         device.synchronize()
         self.kernel_ms = device.elapsed_ms(self._begin, self._end)
         for name in self.FETCHED:
@@ -203,7 +206,31 @@ class CudaExecutor:
             array[...] = memory.download(array.dtype, array.size).reshape(array.shape)
             memory.free()
         self._shift_times(launched)
-        return int(self.stop.download(np.int32, 1)[0])
+        result = int(self.stop.download(np.int32, 1)[0])
+        if result == layout.RESULT["stalled"]:
+            state.stall[0] = earliest(self.memory["stall"].download(layout.dtype("Stall"), self.engine.graph.num_workers))
+        return result
+
+    def _watch(self) -> None:
+        """Return when the kernel has ended, or raise `StallError` if it was told to stop and does not: a task does not end."""
+        device, deadline = self.program.device, time.monotonic() + self.stall_limit_s
+        while not device.finished(self._end):
+            if time.monotonic() < deadline:
+                time.sleep(20e-6)
+                continue
+            deadline = time.monotonic() + self.stall_limit_s
+            if device.download_beside(self.side_stream, self.stop, np.int32, 1)[0]:
+                time.sleep(self.stall_limit_s)
+                if not device.finished(self._end):
+                    raise StallError(self._hang_text())
+
+    def _hang_text(self) -> str:
+        graph = self.engine.graph
+        stall = earliest(self.program.device.download_beside(self.side_stream, self.memory["stall"], layout.dtype("Stall"), graph.num_workers))
+        names = sorted({graph.operator(t).name for t in graph.events[int(stall["event"])].producers})
+        return (f"no progress for {self.stall_limit_s:g} s, and a task does not end: worker {stall['worker']} waits in step {stall['step']} at task "
+                f"{stall['task']} ({graph.operator(int(stall['task'])).name}) for event {stall['event']} ({', '.join(names[:4])}), expected "
+                f"{stall['expected']}, seen {stall['seen']}; the device has to be reset by ending this process")
 
     def _shift_times(self, launched: int) -> None:
         """Token times are of the device's clock; the last one is taken to be the end of the kernel."""
@@ -236,12 +263,20 @@ class CudaExecutor:
         return time.perf_counter_ns()
 
 
+def earliest(stalls: np.ndarray) -> np.void:
+    """Of what the blocks report (Stall, one a block, zeros where a block did not wait) the earliest wait: the others follow from it."""
+    reported = stalls[stalls["step"] > 0]
+    return reported[np.lexsort((reported["task"], reported["step"]))[0]] if len(reported) else stalls[0]
+
+
 def build_cuda_engine(graph: SMTaskGraph, source: WeightSource, *, progress: BuildProgress | None = None, pipelining: bool = True,
                       random_seed: int | None = None, load: bool = True) -> CudaEngine:
     """Compile the program and bring the weights to device 0 (`load`); see `Compiler.build`. With `random_seed` matrices are random."""
     report = progress or (lambda stage, done, total: None)
     plan = hardware.load(graph.target).kernel
     assert plan is not None
+    if load:
+        check_device(Device(0), graph, plan, shared_bytes(plan))  # before a minute of compiling
     builder = CudaProgramBuilder(graph)
     report("compile the program", 0, 1)
     cubin = compile_cuda_program(builder, plan)

@@ -144,11 +144,14 @@ class Instance:
         executor = self.executor
         executor.start(logits, self._spans, self._span_count, on_token is not None)
         code: list[int] = []
+        failures: list[BaseException] = []
         finished = threading.Event()
 
         def body() -> None:
             try:
                 code.append(executor.run())
+            except BaseException as error:
+                failures.append(error)
             finally:
                 finished.set()
 
@@ -167,6 +170,8 @@ class Instance:
             _join(thread)
             raise
         _join(thread)
+        if failures:
+            raise failures[0]
         self._check_result(code[0])
         stream.deliver()
         return interrupted

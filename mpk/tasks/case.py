@@ -30,7 +30,7 @@ def config(*, hidden: int = 64, heads: int = 1, kv_heads: int = 1, head_dim: int
     return DecoderConfig("case", vocab, hidden, 64, 1, heads, kv_heads, head_dim, 1e-5, 512, rope or RopeScaling())
 
 
-def case(label: str, kind: str, model: DecoderConfig, inputs: Mapping[str, int], outputs: Mapping[str, int],  # noqa: PLR0917
+def case(label: str, kind: str, model: DecoderConfig, inputs: Mapping[str, int], outputs: Mapping[str, int],
          weights: Mapping[str, Mapping[str, tuple[int, ...]]], attrs: Mapping[str, Scalar], steps: tuple[Segments, ...]) -> Case:
     """Build a case. `inputs`, `outputs`: columns by value ("kv" is the cache); `weights`: role -> name -> shape."""
     op = Operator(label, kind, tuple(inputs), tuple(outputs), {role: tuple(shapes) for role, shapes in weights.items()}, dict(attrs), 0)

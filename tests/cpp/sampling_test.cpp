@@ -26,7 +26,7 @@ EXPORT float log_probabilities(const float* logits, int vocab, int32_t token, in
 
 EXPORT void philox(const uint32_t* counter, const uint32_t* key, uint32_t* out) {
   const auto r = mpk::philox4x32({counter[0], counter[1], counter[2], counter[3]}, {key[0], key[1]});
-  std::copy(r.begin(), r.end(), out);
+  std::copy(r.word, r.word + 4, out);
 }
 
 EXPORT void exponentials(const float* z, int n, float* out) {

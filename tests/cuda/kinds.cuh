@@ -29,15 +29,21 @@ __device__ mpk::Context context_of(const TestLaunch& t) {
   return c;
 }
 
+__device__ void read_step(const mpk::Context& c, mpk::StepView& v) {
+  v.rows = c.step->rows, v.logit_rows = c.step->logit_rows, v.segment_count = c.step->segments, v.number = c.step->number;
+  for (int r = 0; r < mpk::MAX_ROWS; ++r)
+    v.row_token[r] = c.row_token[r], v.row_slot[r] = c.row_slot[r], v.row_position[r] = c.row_position[r], v.logit_row[r] = c.logit_row[r], v.segments[r] = c.segments[r];
+}
+
 extern "C" __global__ void __launch_bounds__(mpk::BLOCK_THREADS, 1) run_kind(const TestLaunch t) {
   extern __shared__ __align__(128) unsigned char scratch[];
+  __shared__ mpk::StepView step;
   const int thread = int(threadIdx.x);
-  if (thread >= mpk::THREADS) return;  // the loader's warp has nothing to do
   mpk::Block b{};
-  b.sm = int(blockIdx.x), b.sms = int(gridDim.x), b.thread = thread, b.warp = thread / 32, b.lane = thread % 32, b.scratch = scratch;
+  b.sm = int(blockIdx.x), b.sms = int(gridDim.x), b.thread = thread, b.warp = thread / 32, b.lane = thread % 32, b.scratch = scratch, b.step = &step;
   __shared__ mpk::Context c;
   __shared__ mpk::Instruction i;
-  if (thread == 0) c = context_of(t);
+  if (thread == 0) c = context_of(t), read_step(c, step);
   for (int r = 0; r < t.repeats; ++r) {
     if (thread == 0) {
       i = at<mpk::Instruction>(t.instructions)[blockIdx.x];

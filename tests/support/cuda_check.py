@@ -6,6 +6,7 @@ greedy text of several sequences of different lengths against the text of each a
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 import mpk
+from mpk.errors import StallError
 from tests.support.models import TINY_MODELS, tiny_model
 
 PROMPT = 37
@@ -65,6 +67,8 @@ def check(name: str, repeats: int = 100) -> str:
     for batch in (1, 3, 16):
         prompts = [rng.integers(0, vocab, 1 + 5 * slot % 23).tolist() for slot in range(batch)]
         result = instance.generate(prompts, max_new_tokens=16, stop_tokens=[])
+        if any(len(t) != 16 for t in result.tokens):
+            raise RuntimeError(f"sequences ended early: {result.finish_reasons}")
         alone = [instance.generate([p], max_new_tokens=16, stop_tokens=[]).tokens[0] for p in prompts[:4]]
         same = sum(a == b for a, b in zip(alone, result.tokens, strict=False))
         greedy = [greedy_place(model, p, t) for p, t in zip(prompts[:4], result.tokens, strict=False)]
@@ -90,9 +94,13 @@ def main() -> None:
         for text in pool.map(compile_only, names):
             print(text, flush=True)
     for name in names:
+        print(f"{name} ...", flush=True)
         begin = time.perf_counter()
         try:
             print(check(name), f"({time.perf_counter() - begin:.1f} s)", flush=True)
+        except StallError as error:  # the device is of no use to this process any more
+            print(f"{name}: {error}", flush=True)
+            os._exit(1)
         except Exception as error:  # report and go on with the next model
             print(f"{name}: {type(error).__name__}: {error}", flush=True)
 

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from mpk.codegen import cuda_source, layout, nvrtc
 from mpk.codegen.layout import KV_PAGE_TOKENS
 from mpk.codegen.program import constant
 from mpk.graph.tensor_graph import Scalar
-from mpk.runtime.cuda_device import Device, Memory
+from mpk.runtime.cuda_device import Device, device_count
 from mpk.tasks.packing import from_bf16, to_bf16
+from tests.support.cuda_emulator import EmulatedDevice, library
 
 SOURCES = Path(__file__).parent.parent / "cuda"
 ARCHITECTURE = "sm_90a"
-THREADS, SCRATCH_BYTES = 288, 56 * 1024  # BLOCK_THREADS and SCRATCH_BYTES of block.cuh
+THREADS, SCRATCH_BYTES = 256, 64 * 1024  # of block.cuh
 POINTERS = ("weights", "params", "arena", "kv", "step", "segments", "row_token", "row_slot", "row_position", "logit_row", "sequences", "tokens",
             "page_table", "free_pages", "free_page_count", "chosen_logprob", "top_logprob", "top_token", "logits_out", "token_ns", "cancel")
 SIZES = ("max_batch", "max_rows", "max_context", "max_pages", "num_pages", "opcode", "repeats", "layers")
@@ -56,13 +59,23 @@ def compiled(kind: str, constants: Mapping[str, Scalar]) -> nvrtc.Cubin:
     return _compiled(kind, tuple(constants.items()))
 
 
+EMULATE = os.environ.get("MPK_EMULATE_CUDA", "") == "1"  # run on the CPU what tests would run on a GPU
+
+
 @functools.cache
-def device() -> Device:
+def device() -> Any:
+    """The first GPU, or its stand-in; skips the test where there is neither."""
+    if EMULATE:
+        return EmulatedDevice()
+    if device_count() == 0:
+        pytest.skip("no GPU; MPK_EMULATE_CUDA=1 runs the test on the CPU")
     return Device(0)
 
 
 @functools.cache
 def _function(kind: str, constants: tuple[tuple[str, Scalar], ...]) -> Any:
+    if EMULATE:
+        return library(source_of(kind, dict(constants)), kind)
     return device().function(device().load(_compiled(kind, constants).image), "run_kind", SCRATCH_BYTES)
 
 
@@ -74,7 +87,7 @@ class Machine:
         self.launch["repeats"] = self.launch["layers"] = 1
         for name, value in sizes.items():
             self.launch[name] = value
-        self.memory: dict[str, Memory] = {}
+        self.memory: dict[str, Any] = {}
         self.arrays: dict[str, np.ndarray] = {}
         self.offsets: dict[str, int] = {}
 
@@ -101,8 +114,10 @@ class Machine:
         """The present contents of a field or buffer, in the shape that was uploaded."""
         array = self.arrays[name]
         if name in self.offsets:
-            return self.memory["arena"].download(np.uint8, array.nbytes, self.offsets[name]).view(array.dtype).reshape(array.shape)
-        return self.memory[name].download(np.uint8, array.nbytes).view(array.dtype).reshape(array.shape)
+            data: np.ndarray = self.memory["arena"].download(np.uint8, array.nbytes, self.offsets[name])
+        else:
+            data = self.memory[name].download(np.uint8, array.nbytes)
+        return data.view(array.dtype).reshape(array.shape)
 
     def run(self, kind: str, constants: Mapping[str, Scalar], operands: Sequence[str], ranges: Iterable[tuple[int, int]], repeats: int = 1,
             layers: int = 1) -> np.ndarray:
@@ -121,26 +136,27 @@ class Machine:
         self.launch["repeats"], self.launch["layers"] = repeats, layers
         device().launch(_function(kind, tuple(constants.items())), len(ranges), THREADS, SCRATCH_BYTES, self.launch)
         device().synchronize()
-        return own["times"].download(np.int64, repeats * len(ranges)).reshape(repeats, len(ranges))
+        times: np.ndarray = own["times"].download(np.int64, repeats * len(ranges))
+        return times.reshape(repeats, len(ranges))
 
 
 def spread(tiles: int, blocks: int) -> list[tuple[int, int]]:
     """Equal contiguous ranges of tiles, one a block."""
     edges = [tiles * b // blocks for b in range(blocks + 1)]
-    return list(zip(edges, edges[1:], strict=False))
+    return list(itertools.pairwise(edges))
 
 
 def put_step(m: Machine, segments: Sequence[tuple[int, int, int]], tokens: np.ndarray, logit_rows: np.ndarray, max_rows: int) -> None:
     """The step, its segments (slot, position, rows) and rows."""
     step, table = np.zeros(1, layout.dtype("Step")), np.zeros(max(max_rows, 32), layout.dtype("Segment"))
     row = 0
-    slots, positions = np.zeros(max_rows, np.int32), np.zeros(max_rows, np.int32)
+    slots, positions = np.zeros(max(max_rows, 32), np.int32), np.zeros(max(max_rows, 32), np.int32)
     for n, (slot, position, rows) in enumerate(segments):
         table[n] = (slot, row, rows, position)
         slots[row : row + rows], positions[row : row + rows] = slot, np.arange(position, position + rows)
         row += rows
     step["number"], step["rows"], step["logit_rows"], step["segments"] = 1, row, len(logit_rows), len(segments)
-    padded = np.zeros(max_rows, np.int32)
+    padded = np.zeros(max(max_rows, 32), np.int32)
     padded[: len(tokens)] = tokens
     logit = np.zeros(max(max_rows, 32), np.int32)
     logit[: len(logit_rows)] = logit_rows

@@ -71,33 +71,28 @@ __device__ __forceinline__ void store(const Sums<V>& sums, bf16* out, int lane) 
   }
 }
 
-// Blocks of past positions that the segment of a row sees; lane l of the warp looks at segments l, l + 32, ...
-__device__ __forceinline__ int past_count_of_row(const Context& c, int row, int window, int block, int lane) {
-  const int segments = load_int(&c.step->segments);
-  int count = 0;
-  for (int s = lane; s < segments; s += 32) {
-    const Segment* segment = c.segments + s;
-    const int begin = load_int(&segment->row_begin), rows = load_int(&segment->rows), position = load_int(&segment->position);
-    if (row >= begin && row < begin + rows) count = past_blocks(position, window, block).count;
-  }
-  return warp_sum(count);
+// Blocks of past positions that the segment of a row sees.
+__device__ __forceinline__ int past_count_of_row(const StepView& step, int row, int window, int block) {
+  int s = 0;
+  while (s + 1 < step.segment_count && row >= step.segments[s + 1].row_begin) ++s;
+  return past_blocks(step.segments[s].position, window, block).count;
 }
 
 template <class V>
 __device__ void run(const Context& c, const Instruction& i, Block& b) {
   constexpr int head_dim = int(V::head_dim), heads = int(V::heads);
-  const int rows = load_int(&c.step->rows), work = rows * (i.tile_end - i.tile_begin);
+  const int rows = b.step->rows, work = rows * (i.tile_end - i.tile_begin);
   int parts = 1;
-  while (2 * parts * work <= WARPS) parts *= 2;  // warps a (row, head)
+  while (work > 0 && 2 * parts * work <= WARPS) parts *= 2;  // warps a (row, head)
   const int unit = b.warp / parts, part = b.warp % parts, units = WARPS / parts;
   const float* partials = operand<float>(c, i, 0);
   bf16* out = operand<bf16>(c, i, 1);
   Sums<V>* shared = reinterpret_cast<Sums<V>*>(b.scratch);  // [warp][lane]
-  int past = unit < work ? past_count_of_row(c, unit % rows, int(V::window), kv_block(head_dim), b.lane) : 0;
+  int past = unit < work ? past_count_of_row(*b.step, unit % rows, int(V::window), kv_block(head_dim)) : 0;
   wait_inputs(b);
   for (int n = unit; n < work; n += units) {
     const int row = n % rows, head = i.tile_begin + n / rows;
-    if (n != unit) past = past_count_of_row(c, row, int(V::window), kv_block(head_dim), b.lane);
+    if (n != unit) past = past_count_of_row(*b.step, row, int(V::window), kv_block(head_dim));
     Sums<V> sums;
     sums.clear();
     gather(sums, partials, row, head, past, part, parts, b.lane);

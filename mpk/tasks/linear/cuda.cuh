@@ -106,11 +106,11 @@ struct SliceInput {
   }
 };
 
-// Up to 8 * BLOCKS rows: lanes load the B operand of the next stage from the L2 while the present one is multiplied.
-template <class V, int BLOCKS>
+// Up to 16 rows: lanes load the B operand of the next stage from the L2 while the present one is multiplied.
+template <class V>
 struct RowsInput {
   using S = Shape<V>;
-  static constexpr int kRows = 8 * BLOCKS, kBlocks = BLOCKS;
+  static constexpr int BLOCKS = 2, kRows = 8 * BLOCKS, kBlocks = BLOCKS;
   static constexpr int kBytes = 0;
   const bf16* row[BLOCKS];  // this lane's rows, at its first column; null: there is no such row
   const float* norm;
@@ -329,15 +329,10 @@ __device__ __forceinline__ void product(const Context& c, const Instruction& in,
           if ((b.lane & 3) == 0) to[0] = a[0][0] + a[1][0], to[8] = a[0][2] + a[1][2];
         } else {
           to += (b.lane & 3) * 2 * M::kRowStride;
-          if constexpr (Input::kBlocks == 1) {
-            to[0] = a[0][0] + a[1][0], to[M::kRowStride] = a[0][1] + a[1][1];
-            to[8] = a[0][2] + a[1][2], to[M::kRowStride + 8] = a[0][3] + a[1][3];
-          } else {
 #pragma unroll
-            for (int j = 0; j < 2; ++j, to += 8 * M::kRowStride) {
-              to[0] = a[j][0], to[M::kRowStride] = a[j][1];
-              to[8] = a[j][2], to[M::kRowStride + 8] = a[j][3];
-            }
+          for (int j = 0; j < 2; ++j, to += 8 * M::kRowStride) {
+            to[0] = a[j][0], to[M::kRowStride] = a[j][1];
+            to[8] = a[j][2], to[M::kRowStride + 8] = a[j][3];
           }
         }
       }
@@ -367,8 +362,8 @@ __device__ __forceinline__ void run(const Context& c, const Instruction& in, Blo
   if (rows == 0) return skip<V>(in, b);
   if constexpr (Sums<V, Slice>::kBytes <= SCRATCH_BYTES)
     if (rows == 1) return product<V, Slice>(c, in, b, rows);
-  if (rows <= 8) return product<V, RowsInput<V, 1>>(c, in, b, rows);
-  product<V, RowsInput<V, 2>>(c, in, b, rows);
+  // Half of the columns of the tensor core idle with 8 rows or fewer, which costs no time: weights come more slowly than that.
+  product<V, RowsInput<V>>(c, in, b, rows);
 }
 
 }  // namespace mpk::linear

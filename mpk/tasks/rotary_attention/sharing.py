@@ -19,5 +19,5 @@ def past_positions(position: int, window: int, split: int, splits: int, block: i
         return 0, 0
     begin, end = first // block, -(-position // block)
     base, extra = divmod(end - begin, splits)
-    own = begin + split * base + min(split, extra)
-    return max(own * block, first), min((own + base + (split < extra)) * block, position)
+    own, count = begin + split * base + min(split, extra), base + (split < extra)
+    return (max(own * block, first), min((own + count) * block, position)) if count else (0, 0)

@@ -33,77 +33,109 @@ struct Kept {
   }
 };
 
-// The row of logits of a slot, looked for by every warp.
-__device__ __forceinline__ int row_of_slot(const Context& c, int slot, int lane) {
-  const int count = load_int(&c.step->logit_rows);
-  for (int first = 0; first < count; first += 32) {
-    const bool there = first + lane < count;
-    const bool mine = there && load_int(c.row_slot + load_int(c.logit_row + (there ? first + lane : 0))) == slot;
-    const unsigned found = __ballot_sync(ALL_LANES, mine);
-    if (found != 0) return first + __ffs(found) - 1;
-  }
-  return -1;
+// The row of logits of a slot, -1 if it has none.
+__device__ __forceinline__ int row_of_slot(const Block& b, int slot) {
+  const unsigned found = __ballot_sync(ALL_LANES, b.lane < b.step->logit_rows && b.step->row_slot[b.step->logit_row[b.lane % MAX_ROWS]] == slot);
+  return __ffs(found) - 1;
 }
 
-// The parts of the row to shared memory; returns the best of all, the same in all threads.
+// The best of all threads: largest value, lowest token; and the largest raw value. The same in all threads.
 template <class V>
-__device__ __forceinline__ Part gather(const Block& b, Memory<V>& m, const Part* parts) {
-  Part best{minus_infinity(), NO_TOKEN, 0.0f, 0.0f, minus_infinity(), 0.0f, {0.0f, 0.0f}};
-  const auto better = [](Part& a, float max, int token, float raw_max) {
-    if (max > a.max || (max == a.max && token < a.token)) a.max = max, a.token = token;
-    a.raw_max = fmaxf(a.raw_max, raw_max);
+__device__ __forceinline__ Part best_of_block(const Block& b, Memory<V>& m, Part best) {
+  const auto better = [&best](float max, int token, float raw_max) {
+    if (max > best.max || (max == best.max && token < best.token)) best.max = max, best.token = token;
+    best.raw_max = fmaxf(best.raw_max, raw_max);
   };
-  for (int j = b.thread; j < m.parts; j += THREADS) {
-    union { uint4 bits[2]; Part part; };
-    bits[0] = load_16(parts + j), bits[1] = load_16(reinterpret_cast<const uint4*>(parts + j) + 1);
-    m.part[j] = part;
-    better(best, part.max, part.token, part.raw_max);
-  }
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) {
     const float max = __shfl_xor_sync(ALL_LANES, best.max, step), raw = __shfl_xor_sync(ALL_LANES, best.raw_max, step);
-    better(best, max, __shfl_xor_sync(ALL_LANES, best.token, step), raw);
+    better(max, __shfl_xor_sync(ALL_LANES, best.token, step), raw);
   }
   if (b.lane == 0) m.best_of[b.warp] = best;
   b.sync();
-  for (int w = 0; w < WARPS; ++w) better(best, m.best_of[w].max, m.best_of[w].token, m.best_of[w].raw_max);
+  for (int w = 0; w < WARPS; ++w) better(m.best_of[w].max, m.best_of[w].token, m.best_of[w].raw_max);
+  b.sync();
   return best;
 }
 
-// Token at which the lower tokens, in a count of `wanted` among members with key `key`, end.
+// The parts of the row to shared memory; returns the best of all.
 template <class V>
-__device__ __forceinline__ int token_of_tie(const Block& b, Memory<V>& m, const float* row, uint32_t key, uint64_t wanted) {
-  search<V>(b, m, row, Query{key, key, true, 0.0f, 0.0f}, wanted, 0.0);
-  return m.found.reached ? int(~m.found.key) : NO_TOKEN;
+__device__ __forceinline__ Part gather(const Block& b, Memory<V>& m, const Part* parts) {
+  Part best{minus_infinity(), NO_TOKEN, 0.0f, 0.0f, minus_infinity(), 0.0f, {0.0f, 0.0f}};
+  for (int j = b.thread; j < m.parts; j += THREADS) {
+    const uint4 v = load_16(parts + j), raw = load_16(reinterpret_cast<const uint4*>(parts + j) + 1);
+    const Part part{__uint_as_float(v.x), int(v.y), __uint_as_float(v.z), 0.0f, __uint_as_float(raw.x), __uint_as_float(raw.y), {0.0f, 0.0f}};
+    m.part[j] = part;
+    if (part.max > best.max || (part.max == best.max && part.token < best.token)) best.max = part.max, best.token = part.token;
+    best.raw_max = fmaxf(best.raw_max, part.raw_max);
+  }
+  return best_of_block(b, m, best);
+}
+
+// Sum of all weights, in fixed point, from the parts.
+template <class V>
+__device__ __forceinline__ double whole_mass(const Block& b, Memory<V>& m, float best, float sharp) {
+  double own = 0.0, total;
+  for (int j = b.thread; j < m.parts; j += THREADS)
+    if (m.part[j].max > minus_infinity()) own += double(m.part[j].sum) * double(exp2_fast((m.part[j].max - best) * sharp));
+  block_sum_before<double>(b, own, reinterpret_cast<double*>(m.sums), total);
+  return total * double(FIXED_ONE);
 }
 
 // What top-k, top-p and min-p leave; fills memory.mass with the fixed-point weight of each part.
 template <class V>
 __device__ __forceinline__ Kept filter(const Block& b, Memory<V>& m, const float* row, const Choice& o, float best, float sharp) {
-  Kept kept{key_of(minus_infinity()), NO_TOKEN, best, sharp, o.min_p};
-  if (o.top_k > 0 && o.top_k < int(V::vocab)) {
-    list_slices(b, m, bound_of_largest(b, m, o.top_k, false), false);
-    search<V>(b, m, row, Query{kept.cut, 0xffffffffu, false, 0.0f, 0.0f}, o.top_k, 0.0);
-    if (m.found.reached) kept.cut = m.found.key;  // values equal to the k-th stay
+  enum Job { TOP_K, TOP_P, TIE, DONE };
+  constexpr uint32_t HIGHEST = 0xffffffffu;
+  const bool top_k = o.top_k > 0 && o.top_k < int(V::vocab), top_p = o.top_p < 1.0f;
+  // A bound below which nothing is kept, so that few values become candidates.
+  float least = minus_infinity();
+  uint32_t low = key_of(least);
+  double wanted_mass = 0.0;  // of the nucleus, if all values are in the run for it
+  if (top_k) {
+    low = max(low, bound_of_largest(b, m, o.top_k, false));
+  } else if (top_p) {
+    const double whole = whole_mass(b, m, best, sharp);
+    wanted_mass = double(o.top_p) * whole;
+    // All values below this weight together hold less than what the nucleus leaves out.
+    least = best + log2f(float((1.0 - double(o.top_p)) * whole / double(FIXED_ONE) / double(V::vocab) * 0.999)) / sharp;
   }
-  if (o.top_p < 1.0f) {
-    list_slices(b, m, kept.cut, false);
-    search<V>(b, m, row, Query{kept.cut, 0xffffffffu, false, best, sharp}, 0, o.top_p);
+  if (o.min_p > 0.0f && !top_p) least = fmaxf(least, best + (log2f(o.min_p) - 1e-3f) / sharp);
+  if (least > minus_infinity()) low = max(low, key_of(least));
+  list_slices(b, m, low, false);
+  collect(b, m, row, low);
+
+  Kept kept{low, NO_TOKEN, best, sharp, o.min_p};
+  Query query{low, HIGHEST, false, best, 0.0f};
+  uint64_t wanted = o.top_k;
+#pragma unroll 1
+  for (int job = top_k ? TOP_K : top_p ? TOP_P : DONE; job != DONE;) {
+    if (job == TOP_P) query = Query{kept.cut, HIGHEST, false, best, sharp}, wanted = top_k ? 0 : wanted_mass < 1.0 ? 1 : uint64_t(wanted_mass);
+    search(b, m, row, query, wanted, o.top_p);
     const Found found = m.found;
-    if (found.reached) {
-      const float at = __uint_as_float(found.key >> 31 ? found.key ^ 0x80000000u : ~found.key);
-      const uint64_t each = Query{0, 0, false, best, sharp}.amount(at);
-      kept.cut = found.key;
-      const uint64_t wanted = each == 0 ? 1 : (found.missing + each - 1) / each;
-      if (each == 0 || wanted * each < found.here) kept.cut_token = token_of_tie<V>(b, m, row, found.key, wanted);
+    b.sync();
+    const int previous = job;
+    job = previous == TOP_K && top_p ? TOP_P : DONE;
+    if (!found.reached) continue;
+    if (previous == TIE) {
+      kept.cut_token = int(~found.key);
+      continue;
     }
+    kept.cut = found.key;  // values equal to the k-th stay
+    if (previous == TOP_K) continue;
+    const float at = __uint_as_float(found.key >> 31 ? found.key ^ 0x80000000u : ~found.key);
+    const uint64_t each = query.amount(at);
+    wanted = each == 0 ? 1 : (found.missing + each - 1) / each;  // of the equal values, the lowest tokens
+    if (each != 0 && wanted * each >= found.here) continue;
+    query = Query{found.key, found.key, true, 0.0f, 0.0f};
+    job = TIE;
   }
-  list_slices(b, m, kept.cut, false);
-  for (int j = b.thread; j < m.parts; j += THREADS) m.mass[j] = 0;
+
+  for (int j = b.thread; j < m.parts; j += THREADS) m.mass.clear(j);
   b.sync();
   const Query amounts{0, 0, false, best, sharp};
-  visit(b, m, row, [&](float x, int token) {
-    if (kept.has(x, token)) atomicAdd(&m.mass[token / int(V::slice)], amounts.amount(x));
+  visit_candidates(b, m, row, [&](float x, int token) {
+    if (kept.has(x, token)) m.mass.add(token / int(V::slice), amounts.amount(x));
   });
   b.sync();
   return kept;
@@ -114,16 +146,16 @@ template <class V>
 __device__ __forceinline__ int draw(const Block& b, Memory<V>& m, const float* row, const Kept& kept, double u) {
   constexpr int vocab = int(V::vocab), size = int(V::slice), ITEMS = (Memory<V>::parts + THREADS - 1) / THREADS, OWN = (size + THREADS - 1) / THREADS;
   uint64_t own = 0;
-  unsigned long long total;
-  for (int j = 0; j < ITEMS; ++j) own += b.thread * ITEMS + j < m.parts ? m.mass[b.thread * ITEMS + j] : 0;
-  uint64_t before = block_sum_before<unsigned long long>(b, own, m.sums, total);
+  uint64_t total;
+  for (int j = 0; j < ITEMS; ++j) own += b.thread * ITEMS + j < m.parts ? m.mass.get(b.thread * ITEMS + j) : 0;
+  uint64_t before = block_sum_before<uint64_t>(b, own, m.sums, total);
   if (total == 0) return NO_TOKEN;
   uint64_t wanted = uint64_t(u * double(total));
   if (wanted >= total) wanted = total - 1;
   if (before <= wanted && wanted < before + own)
-    for (int j = b.thread * ITEMS;; before += m.mass[j++])
-      if (wanted < before + m.mass[j]) {
-        m.chosen = j, m.fraction = double(wanted - before) / double(m.mass[j]);
+    for (int j = b.thread * ITEMS;; before += m.mass.get(j++))
+      if (wanted < before + m.mass.get(j)) {
+        m.chosen = j, m.fraction = double(wanted - before) / double(m.mass.get(j));
         break;
       }
   b.sync();
@@ -137,7 +169,7 @@ __device__ __forceinline__ int draw(const Block& b, Memory<V>& m, const float* r
   own = 0;
 #pragma unroll
   for (int j = 0; j < OWN; ++j) own += weights[j] = kept.has(x[j], first + j) ? amounts.amount(x[j]) : 0;
-  before = block_sum_before<unsigned long long>(b, own, m.sums, total);
+  before = block_sum_before<uint64_t>(b, own, m.sums, total);
   wanted = uint64_t(m.fraction * double(total));
   if (wanted >= total) wanted = total - 1;
   if (own > 0 && before <= wanted && wanted < before + own) {
@@ -167,30 +199,34 @@ __device__ __forceinline__ void log_probabilities(const Context& c, const Block&
   if (b.thread == 0) c.chosen_logprob[place] = load_float(logits + token) - norm;
   const int count = o.top_logprobs < MAX_TOP_LOGPROBS ? o.top_logprobs : MAX_TOP_LOGPROBS;
   if (count <= 0) return;
-  list_slices(b, m, bound_of_largest(b, m, count, true), true);
-  search<V>(b, m, logits, Query{key_of(minus_infinity()), 0xffffffffu, false, 0.0f, 0.0f}, count, 0.0);
-  const Found found = m.found;
-  uint32_t cut = found.reached ? found.key : 0;  // fewer numbers than asked for: all of them
-  const int cut_token = found.reached && found.missing < found.here ? token_of_tie<V>(b, m, logits, cut, found.missing) : NO_TOKEN;
-  if (b.thread == 0) m.candidates = 0;
-  b.sync();
-  visit(b, m, logits, [&](float x, int id) {
-    if (!(x > minus_infinity()) || key_of(x) < cut || (key_of(x) == cut && id > cut_token)) return;
-    const int at = atomicAdd(&m.candidates, 1);
-    m.candidate[at] = x, m.candidate_token[at] = id;
-  });
-  b.sync();
-  if (b.thread >= count) return;
+  const uint32_t low = max(bound_of_largest(b, m, count, true), key_of(minus_infinity()));
+  list_slices(b, m, low, true);
+  collect(b, m, logits, low);
   const int64_t tops = place * MAX_TOP_LOGPROBS;
-  if (b.thread >= m.candidates) {
-    c.top_logprob[tops + b.thread] = minus_infinity(), c.top_token[tops + b.thread] = -1;
+  const auto put = [&](int rank, float x, int id) { c.top_logprob[tops + rank] = x - norm, c.top_token[tops + rank] = id; };
+  if (m.listed()) {
+    for (int j = b.thread; j < m.candidates; j += THREADS) {
+      int rank = 0;
+      for (int other = 0; other < m.candidates && rank < count; ++other)
+        rank += m.value[other] > m.value[j] || (m.value[other] == m.value[j] && m.token[other] < m.token[j]);
+      if (rank < count) put(rank, m.value[j], m.token[j]);
+    }
+    for (int rank = m.candidates + b.thread; rank < count; rank += THREADS) put(rank, minus_infinity(), -1);
+    b.sync();
     return;
   }
-  const float x = m.candidate[b.thread];
-  const int id = m.candidate_token[b.thread];
-  int rank = 0;
-  for (int j = 0; j < m.candidates; ++j) rank += m.candidate[j] > x || (m.candidate[j] == x && m.candidate_token[j] < id);
-  c.top_logprob[tops + rank] = x - norm, c.top_token[tops + rank] = id;
+  // Thousands of equal logits: one after the other.
+  float last = __uint_as_float(0x7f800000u);
+  int last_token = NO_TOKEN;
+  for (int rank = 0; rank < count; ++rank) {
+    Part next{minus_infinity(), NO_TOKEN, 0.0f, 0.0f, 0.0f, 0.0f, {0.0f, 0.0f}};
+    visit<1>(b, m, logits, [&](float x, int id) {
+      if ((x < last || (x == last && id > last_token)) && (x > next.max || (x == next.max && id < next.token))) next.max = x, next.token = id;
+    });
+    next = best_of_block(b, m, next);
+    last = next.max, last_token = next.token;
+    if (b.thread == 0) put(rank, last, last_token == NO_TOKEN ? -1 : last_token);
+  }
 }
 
 // The token of one slot; the same in all threads.
@@ -208,8 +244,10 @@ __device__ __forceinline__ int choose(const Context& c, const Instruction& i, Bl
     if ((o.top_k > 0 && o.top_k < int(V::vocab)) || o.top_p < 1.0f || o.min_p > 0.0f) {
       kept = filter<V>(b, m, row, o, best.max, sharp);
     } else {
-      for (int j = b.thread; j < m.parts; j += THREADS)
-        m.mass[j] = m.part[j].max > minus_infinity() ? __float2ull_rn(m.part[j].sum * exp2_fast((m.part[j].max - best.max) * sharp) * FIXED_ONE) : 0;
+      for (int j = b.thread; j < m.parts; j += THREADS) {
+        m.mass.clear(j);
+        if (m.part[j].max > minus_infinity()) m.mass.add(j, __float2ull_rn(m.part[j].sum * exp2_fast((m.part[j].max - best.max) * sharp) * FIXED_ONE));
+      }
       b.sync();
     }
     token = draw<V>(b, m, row, kept, philox_uniform(o.seed, uint64_t(o.options.length)));
@@ -232,7 +270,7 @@ __device__ void run(const Context& c, const Instruction& i, Block& b) {
       o.options.load(s);
       o.top_p = load_float(&s->top_p), o.min_p = load_float(&s->min_p), o.top_k = load_int(&s->top_k);
       o.seed = uint64_t(load_long(reinterpret_cast<const int64_t*>(&s->seed)));
-      o.row = row_of_slot(c, slot, b.lane);
+      o.row = row_of_slot(b, slot);
     }
     if (!waited) wait_inputs(b), waited = true;
     int token = -1;

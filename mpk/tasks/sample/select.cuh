@@ -37,26 +37,45 @@ struct Found {
   bool reached;
 };
 
+// 64-bit sums in shared memory, in halves: additions of 32 bits are one instruction, of 64 bits a loop that waits for its like.
+template <int N>
+struct Sums {
+  uint32_t low[N], high[N];
+
+  __device__ __forceinline__ void clear(int j) { low[j] = high[j] = 0; }
+  __device__ __forceinline__ void add(int j, uint64_t amount) {
+    const uint32_t lower = uint32_t(amount), before = atomicAdd(&low[j], lower), upper = uint32_t(amount >> 32) + (before + lower < lower);
+    if (upper != 0) atomicAdd(&high[j], upper);
+  }
+  __device__ __forceinline__ uint64_t get(int j) const { return uint64_t(high[j]) << 32 | low[j]; }
+};
+
 template <class V>
 struct Memory {
-  static constexpr int parts = int(V::parts);
-  unsigned long long bins[BINS], mass[parts], sums[WARPS];
+  static constexpr int parts = int(V::parts), CAPACITY = parts <= 160 ? 4096 : 2048;
+  Sums<BINS> bins;
+  Sums<parts> mass;
+  uint64_t sums[WARPS];
   Part part[parts];
   int slices[parts], slice_count;
   Found found;
-  float candidate[32];
-  int candidate_token[32], candidates;
+  float value[CAPACITY];  // candidates; if there are more than fit, the slices are read again instead
+  int token[CAPACITY], candidates;
   Part best_of[WARPS];
   int chosen;
   double fraction;
+
+  __device__ __forceinline__ bool listed() const { return candidates <= CAPACITY; }
 };
 
-// Calls f(value, token) for the values of the slices listed in memory; a warp a slice.
-template <class V, class F>
+// Calls f(value, token) for the values of the slices listed in memory; a warp a slice, BATCH loads of 16 bytes in flight a lane.
+template <int BATCH, class V, class F>
 __device__ __forceinline__ void visit(const Block& b, const Memory<V>& m, const float* row, F f) {
-  constexpr int vocab = int(V::vocab), size = int(V::slice), BATCH = 8;
+  constexpr int vocab = int(V::vocab), size = int(V::slice);
+#pragma unroll 1
   for (int n = b.warp; n < m.slice_count; n += WARPS) {
     const int begin = m.slices[n] * size, end = begin + size < vocab ? begin + size : vocab;
+#pragma unroll 1
     for (int at = begin + b.lane * 4; at < end; at += 128 * BATCH) {
       float x[BATCH][4];
 #pragma unroll
@@ -67,6 +86,27 @@ __device__ __forceinline__ void visit(const Block& b, const Memory<V>& m, const 
         for (int e = 0; e < 4; ++e) f(x[j][e], at + j * 128 + e);
     }
   }
+}
+
+// Makes candidates of the values with keys of at least `low` in the listed slices.
+template <class V>
+__device__ __forceinline__ void collect(const Block& b, Memory<V>& m, const float* row, uint32_t low) {
+  if (b.thread == 0) m.candidates = 0;
+  b.sync();
+  visit<8>(b, m, row, [&](float x, int token) {
+    if (!(x > minus_infinity()) || key_of(x) < low) return;
+    const int at = atomicAdd(&m.candidates, 1);
+    if (at < m.CAPACITY) m.value[at] = x, m.token[at] = token;
+  });
+  b.sync();
+}
+
+// Calls f(value, token) for all candidates, or where they did not fit for all values of the listed slices.
+template <class V, class F>
+__device__ __forceinline__ void visit_candidates(const Block& b, const Memory<V>& m, const float* row, F f) {
+  if (!m.listed()) return visit<4>(b, m, row, f);
+#pragma unroll 1
+  for (int j = b.thread; j < m.candidates; j += THREADS) f(m.value[j], m.token[j]);
 }
 
 // Lists the slices whose largest value (`raw`: of the logits as they came in) has at least key `low`.
@@ -97,30 +137,33 @@ __device__ __forceinline__ uint32_t bound_of_largest(const Block& b, Memory<V>& 
   return m.chosen < 0 ? 0 : key(m.chosen);
 }
 
-// Where the total of the listed slices' members reaches `wanted`, or with wanted = 0 the part `fraction` of all of it, at least 1.
-// Not inlined: it is called in several places, and instructions have to be fetched too.
+// Where the total of the candidates that are members reaches `wanted`, or with wanted = 0 the part `fraction` of all of it, at least 1.
 template <class V>
-__device__ __forceinline__ void search(const Block& b, Memory<V>& m, const float* row, Query q, uint64_t wanted, double fraction) {
+__device__ __forceinline__ void search(const Block& b, Memory<V>& m, const float* row, const Query& q, uint64_t wanted, double fraction) {
+  // Keys are counted from the lowest possible one and spread over all 32 bits: digits of near values would all be the same, and
+  // additions to one bin have to wait for each other.
+  const uint32_t base = q.by_token ? ~uint32_t(int(V::vocab) - 1) : q.low, highest = q.by_token ? 0xffffffffu : min(q.high, key_of(q.best));
+  const int spread = highest > base ? __clz(highest - base) : 31;
   uint32_t prefix = 0;
   uint64_t here = 0;
   bool reached = true;
 #pragma unroll 1
   for (int shift = 32 - DIGIT_BITS, bits = DIGIT_BITS; reached; bits = shift < DIGIT_BITS ? shift : DIGIT_BITS, shift -= bits) {
-    for (int j = b.thread; j < BINS; j += THREADS) m.bins[j] = 0;
+    for (int j = b.thread; j < BINS; j += THREADS) m.bins.clear(j);
     b.sync();
     const int above = shift + bits;
-    visit(b, m, row, [&](float x, int token) {
+    visit_candidates(b, m, row, [&](float x, int token) {
       if (!q.member(x)) return;
-      const uint32_t key = q.key(x, token);
+      const uint32_t key = (q.key(x, token) - base) << spread;
       if (above < 32 && key >> above != prefix) return;
-      atomicAdd(&m.bins[key >> shift & ((1u << bits) - 1)], q.amount(x));
+      m.bins.add(key >> shift & ((1u << bits) - 1), q.amount(x));
     });
     b.sync();
     constexpr int OWN = BINS / THREADS;  // bins of a thread, from the last one down
     uint64_t own = 0, total;
 #pragma unroll
-    for (int j = 0; j < OWN; ++j) own += m.bins[BINS - 1 - (b.thread * OWN + j)];
-    uint64_t before = block_sum_before<unsigned long long>(b, own, m.sums, reinterpret_cast<unsigned long long&>(total));
+    for (int j = 0; j < OWN; ++j) own += m.bins.get(BINS - 1 - (b.thread * OWN + j));
+    uint64_t before = block_sum_before<uint64_t>(b, own, m.sums, total);
     if (wanted == 0) {
       wanted = uint64_t(fraction * double(total));
       if (wanted > total) wanted = total;
@@ -130,11 +173,11 @@ __device__ __forceinline__ void search(const Block& b, Memory<V>& m, const float
     if (reached && before < wanted && wanted <= before + own)
       for (int j = 0; j < OWN; ++j) {
         const int bin = BINS - 1 - (b.thread * OWN + j);
-        if (wanted <= before + m.bins[bin]) {
-          m.found = Found{prefix << bits | uint32_t(bin), wanted - before, m.bins[bin], true};
+        if (wanted <= before + m.bins.get(bin)) {
+          m.found = Found{prefix << bits | uint32_t(bin), wanted - before, m.bins.get(bin), true};
           break;
         }
-        before += m.bins[bin];
+        before += m.bins.get(bin);
       }
     b.sync();
     if (!reached) break;
@@ -142,7 +185,7 @@ __device__ __forceinline__ void search(const Block& b, Memory<V>& m, const float
     b.sync();
     if (shift == 0) break;
   }
-  if (b.thread == 0) m.found = Found{prefix, wanted, here, reached};
+  if (b.thread == 0) m.found = Found{base + (prefix >> spread), wanted, here, reached};
   b.sync();
 }
 

@@ -58,12 +58,18 @@ __device__ __forceinline__ Summary summarise(const float* row, int begin, int en
   return s;
 }
 
+// The block's memory between rows; marks of a slice stand behind it.
+struct Memory {
+  Options options[MAX_ROWS];  // of each row of logits
+  Summary summary[WARPS], raw[WARPS];
+};
+
 // values = logits with the penalties of the sequence, for the slice; the whole block. `marks` [slice]: bit 30 seen at all, and below
 // how often in the output.
 template <class V>
 __device__ __forceinline__ void penalise(const Block& b, const float* logits, float* values, const int32_t* tokens, const Options& o, int begin, int end) {
   constexpr int SEEN = 1 << 30;
-  int* marks = reinterpret_cast<int*>(b.scratch);
+  int* marks = reinterpret_cast<int*>(b.scratch + sizeof(Memory));
   for (int j = b.thread; j < end - begin; j += THREADS) marks[j] = 0;
   b.sync();
   for (int j = b.thread; j < o.length; j += THREADS) {
@@ -89,72 +95,63 @@ __device__ __forceinline__ void keep_all(const Context& c, const Block& b, const
   for (int j = begin + b.thread; j < end; j += THREADS) to[j] = load_float(logits + j);
 }
 
-// Up to 32 rows of logits from `first` on, their options one a lane.
+// One slice of all rows; `own`: the options of the row of this lane.
 template <class V>
-__device__ __forceinline__ void run_rows(const Context& c, const Instruction& i, Block& b, int first, int count, bool wait) {
+__device__ __forceinline__ void run_slice(const Context& c, const Instruction& i, Block& b, Memory& m, int tile, const Options& own) {
   constexpr int vocab = int(V::vocab), size = int(V::slice);
-  static_assert(size * 4 <= SCRATCH_BYTES, "marks of a slice");
-  const int row = load_int(c.logit_row + first + (b.lane < count ? b.lane : 0)), slot = load_int(c.row_slot + row), position = load_int(c.row_position + row);
-  Options own;
-  own.load(c.sequences + slot);
-  const unsigned all = __ballot_sync(ALL_LANES, b.lane < count && own.all_logits), penalised = __ballot_sync(ALL_LANES, b.lane < count && !own.all_logits && own.penalises());
+  const int count = b.step->logit_rows, begin = tile * size, end = begin + size < vocab ? begin + size : vocab;
+  const unsigned all = __ballot_sync(ALL_LANES, b.lane < count && own.all_logits);
   const unsigned sampled = __ballot_sync(ALL_LANES, b.lane < count && !own.all_logits);
-  const int place = __popc(sampled & ((1u << b.lane) - 1)), rows = __popc(sampled);  // this lane's among the sampled rows
-  if (wait) wait_inputs(b);
-  const float* logits = operand<float>(c, i, 0) + int64_t(first) * vocab;
-  Part* parts = operand<Part>(c, i, 1) + int64_t(first) * int(V::parts);
-  float* values = operand<float>(c, i, 2) + int64_t(first) * vocab;
-  Summary* shared = reinterpret_cast<Summary*>(b.scratch);  // [warp]
-  for (int tile = i.tile_begin; tile < i.tile_end; ++tile) {
-    const int begin = tile * size, end = begin + size < vocab ? begin + size : vocab;
-    for (unsigned left = all; left != 0; left &= left - 1) {
-      const int l = __ffs(left) - 1;
-      keep_all<V>(c, b, logits + int64_t(l) * vocab, __shfl_sync(ALL_LANES, slot, l), __shfl_sync(ALL_LANES, position, l), begin, end);
+  const unsigned penalised = __ballot_sync(ALL_LANES, b.lane < count && !own.all_logits && own.penalises());
+  const int place = __popc(sampled & ((1u << b.lane) - 1)), rows = __popc(sampled);  // this lane's row among the sampled ones
+  const float* logits = operand<float>(c, i, 0);
+  Part* parts = operand<Part>(c, i, 1);
+  float* values = operand<float>(c, i, 2);
+  for (unsigned left = all; left != 0; left &= left - 1) {
+    const int l = __ffs(left) - 1, row = b.step->logit_row[l];
+    keep_all<V>(c, b, logits + int64_t(l) * vocab, b.step->row_slot[row], b.step->row_position[row], begin, end);
+  }
+  for (unsigned left = penalised; left != 0; left &= left - 1) {
+    const int l = __ffs(left) - 1;
+    const int32_t* tokens = c.tokens + int64_t(b.step->row_slot[b.step->logit_row[l]]) * c.max_context;
+    penalise<V>(b, logits + int64_t(l) * vocab, values + int64_t(l) * vocab, tokens, m.options[l], begin, end);
+  }
+  int share = 1;  // warps a row
+  while (rows > 0 && 2 * share * rows <= WARPS) share *= 2;
+#pragma unroll 1
+  for (int base = 0; base < rows; base += WARPS / share) {
+    const int n = base + b.warp / share, part = b.warp % share;
+    const bool works = n < rows;
+    const int l = works ? __ffs(__ballot_sync(ALL_LANES, (sampled >> b.lane & 1) && place == n)) - 1 : 0;
+    const float sharp = sharpness(m.options[l].temperature);
+    Summary summary, raw;
+    summary.clear(), raw.clear();
+    if (works) {
+      summary = summarise<V>((penalised >> l & 1 ? values : logits) + int64_t(l) * vocab, begin, end, part, share, sharp, b.lane);
+      if (m.options[l].top_logprobs >= 0) raw = summarise<V>(logits + int64_t(l) * vocab, begin, end, part, share, LOG2_E, b.lane);
     }
-    for (unsigned left = penalised; left != 0; left &= left - 1) {
-      const int l = __ffs(left) - 1;
-      Options o;
-      o.repetition = __shfl_sync(ALL_LANES, own.repetition, l), o.presence = __shfl_sync(ALL_LANES, own.presence, l);
-      o.frequency = __shfl_sync(ALL_LANES, own.frequency, l);
-      o.length = __shfl_sync(ALL_LANES, own.length, l), o.prompt_length = __shfl_sync(ALL_LANES, own.prompt_length, l);
-      const int32_t* tokens = c.tokens + int64_t(__shfl_sync(ALL_LANES, slot, l)) * c.max_context;
-      penalise<V>(b, logits + int64_t(l) * vocab, values + int64_t(l) * vocab, tokens, o, begin, end);
+    if (share > 1) {
+      if (b.lane == 0) m.summary[b.warp] = summary, m.raw[b.warp] = raw;
+      b.sync();
+      if (works && part == 0)
+        for (int p = 1; p < share; ++p) summary.merge(m.summary[b.warp + p], sharp), raw.merge(m.raw[b.warp + p], LOG2_E);
+      b.sync();
     }
-    int share = 1;  // warps a row
-    while (2 * share * rows <= WARPS) share *= 2;
-    for (int base = 0; base < rows; base += WARPS / share) {
-      const int n = base + b.warp / share, part = b.warp % share;
-      const bool works = n < rows;
-      int l = 0;
-      Summary summary, raw;
-      summary.clear(), raw.clear();
-      if (works) {
-        l = __ffs(__ballot_sync(ALL_LANES, (sampled >> b.lane & 1) && place == n)) - 1;
-        const float sharp = sharpness(__shfl_sync(ALL_LANES, own.temperature, l));
-        const float* row_of = (penalised >> l & 1 ? values : logits) + int64_t(l) * vocab;
-        summary = summarise<V>(row_of, begin, end, part, share, sharp, b.lane);
-        if (__shfl_sync(ALL_LANES, own.top_logprobs, l) >= 0) raw = summarise<V>(logits + int64_t(l) * vocab, begin, end, part, share, LOG2_E, b.lane);
-      }
-      if (share > 1) {
-        if (b.lane == 0) shared[b.warp] = summary, shared[WARPS + b.warp] = raw;
-        b.sync();
-        if (works && part == 0) {
-          const float sharp = sharpness(__shfl_sync(ALL_LANES, own.temperature, l));
-          for (int p = 1; p < share; ++p) summary.merge(shared[b.warp + p], sharp), raw.merge(shared[WARPS + b.warp + p], LOG2_E);
-        }
-        b.sync();
-      }
-      if (works && part == 0 && b.lane == 0)
-        parts[int64_t(l) * int(V::parts) + tile] = Part{summary.max, summary.token, summary.sum, 0.0f, raw.max, raw.sum, {0.0f, 0.0f}};
-    }
+    if (works && part == 0 && b.lane == 0)
+      parts[int64_t(l) * int(V::parts) + tile] = Part{summary.max, summary.token, summary.sum, 0.0f, raw.max, raw.sum, {0.0f, 0.0f}};
   }
 }
 
 template <class V>
 __device__ void run(const Context& c, const Instruction& i, Block& b) {
-  const int count = load_int(&c.step->logit_rows);
-  for (int first = 0; first < count; first += 32) run_rows<V>(c, i, b, first, count - first < 32 ? count - first : 32, first == 0);
-  if (count == 0) wait_inputs(b);
+  static_assert(sizeof(Memory) + int(V::slice) * 4 <= SCRATCH_BYTES, "marks of a slice");
+  Memory& m = *reinterpret_cast<Memory*>(b.scratch);
+  // By one warp: all SMs ask for the same few lines, which the L2 serves one after the other.
+  if (b.warp == 0 && b.lane < b.step->logit_rows) m.options[b.lane].load(c.sequences + b.step->row_slot[b.step->logit_row[b.lane]]);
+  b.sync();
+  const Options own = m.options[b.lane < b.step->logit_rows ? b.lane : 0];
+  wait_inputs(b);
+  for (int tile = i.tile_begin; tile < i.tile_end; ++tile) run_slice<V>(c, i, b, m, tile, own);
 }
 
 }  // namespace mpk::sample_part

@@ -8,7 +8,6 @@ namespace mpk {
 
 // Positions that a warp takes at a time: as many as its registers hold keys and values of.
 constexpr int kv_block(int head_dim) { return head_dim <= 64 ? 32 : 16; }
-constexpr int MAX_NEW_ROWS = 16;  // rows of a step whose keys and values attention keeps in shared memory
 
 // Blocks of positions [begin, begin + count).
 struct Blocks {

@@ -42,6 +42,7 @@ struct alignas(128) BlockMemory {
   // What the loop over instructions needs between tasks: kept here rather than in registers, of which tasks need all there are.
   volatile int count, spans_used;          // instructions of this block in a step; spans recorded
   const Record* volatile first;            // of them
+  WaitState waits;
   volatile int64_t arrived_ns, started_ns; // of the present instruction, if traced
 };
 static_assert(sizeof(BlockMemory) <= 2048, "what the host allows for it");
@@ -65,7 +66,7 @@ struct Block {
   __device__ __forceinline__ void wait() {
     if (arguments == nullptr) return;
     if (thread == 0) {
-      if (!await_all(*arguments, block_memory().records[place], step->number)) block_memory().leave_after = sequence;
+      if (!await_all(*arguments, block_memory().waits, block_memory().records[place], step->number)) block_memory().leave_after = sequence;
       ring_control().started = ring_control().started + 1;
       if (arguments->launch.spans != 0) block_memory().started_ns = now_ns();
     }

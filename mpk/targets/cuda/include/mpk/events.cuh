@@ -22,39 +22,52 @@ __device__ __forceinline__ T* address(uint64_t a) {
 
 __device__ __forceinline__ uint64_t* counter(const Kernel& k, int event) { return address<uint64_t>(k.events + uint64_t(event) * COUNTER_STRIDE); }
 
-// A wait that has lasted a while. Time is counted in pieces, so that a device that was taken away for a while does not look stuck.
-// (No function calls in the kernel: registers could not be moved between warp groups.)
-__device__ __forceinline__ bool await_event_slowly(const Arguments& a, const uint64_t* event, int index, int64_t expected, int task, int64_t step) {
+// What thread 0 of a block keeps about its waits, in shared memory.
+struct WaitState {
+  int64_t last_ns, waited_ns;
+  Stall stall;   // why it gave up
+  int gave_up;
+};
+
+// Called now and then by a wait that lasts: whether to give up, because others did or because of the limit. Time is counted in pieces, so
+// that a device that was taken away for a while does not look stuck.
+__device__ __forceinline__ bool gives_up(const Arguments& a, volatile WaitState& w, bool first) {
   constexpr int64_t PIECE_NS = 50'000'000;
-  int32_t* stop = address<int32_t>(a.kernel.stop);
-  int64_t last = now_ns(), waited = 0;
-  for (int i = 0;; ++i) {
-    const int64_t seen = int64_t(load_acquire(event));
+  if (load_int(address<int32_t>(a.kernel.stop)) != RESULT_DONE) return true;
+  const int64_t now = now_ns(), passed = now - w.last_ns;
+  w.waited_ns = first ? 0 : w.waited_ns + (passed < PIECE_NS ? passed : PIECE_NS);
+  w.last_ns = now;
+  return w.waited_ns > a.launch.stall_limit_ns;
+}
+
+// Polls an event; false: the program stops.
+__device__ __forceinline__ bool await_event(const Arguments& a, volatile WaitState& w, int event, int64_t expected, int task, int64_t step) {
+  constexpr int PATIENCE = 1024;  // polls between looks at the clock
+  const uint64_t* at = counter(a.kernel, event);
+  for (int i = 1;; ++i) {
+    const int64_t seen = int64_t(load_acquire(at));
     if (seen >= expected) return true;
-    if (i % 64) continue;
-    if (load_int(stop) != RESULT_DONE) return false;
-    const int64_t now = now_ns();
-    waited += now - last < PIECE_NS ? now - last : PIECE_NS;
-    last = now;
-    if (waited < a.launch.stall_limit_ns) continue;
-    if (atomicCAS(stop, RESULT_DONE, RESULT_STALLED) == RESULT_DONE)  // the first to give up reports
-      *address<Stall>(a.launch.stall) = Stall{int32_t(blockIdx.x), task, index, 0, expected, seen, step};
+    if (i % PATIENCE != 0 || !gives_up(a, w, i == PATIENCE)) continue;
+    w.stall.task = task, w.stall.event = event, w.stall.expected = expected, w.stall.seen = seen, w.stall.step = step;
+    w.gave_up = 1;
     return false;
   }
 }
 
-__device__ __forceinline__ bool await_event(const Arguments& a, int event, int64_t expected, int task, int64_t step) {
-  const uint64_t* at = counter(a.kernel, event);
-  for (int i = 0; i < 4096; ++i)
-    if (int64_t(load_acquire(at)) >= expected) return true;
-  return await_event_slowly(a, at, event, expected, task, step);
+// Every block that gives up says what it waited for: the host looks for the earliest task among them, which is where it began.
+__device__ __forceinline__ void report(const Arguments& a, const WaitState& w) {
+  Stall stall = w.stall;
+  stall.worker = int32_t(blockIdx.x);
+  address<Stall>(a.launch.stall)[blockIdx.x] = stall;
+  atomicCAS(address<int32_t>(a.kernel.stop), RESULT_DONE, RESULT_STALLED);
 }
 
-__device__ __forceinline__ bool await_all(const Arguments& a, const Record& r, int64_t step) {
+__device__ __forceinline__ bool await_all(const Arguments& a, volatile WaitState& w, const Record& r, int64_t step) {
   const Instruction& in = r.instruction;
-  for (int w = 0; w < in.wait_count; ++w) {
-    const Wait wait = w < INLINE_EVENTS ? r.waits[w] : address<const Wait>(a.launch.waits)[in.wait_begin + w];
-    if (!await_event(a, wait.event, int64_t(wait.count) * step, in.task, step)) return false;
+#pragma unroll 1
+  for (int n = 0; n < in.wait_count; ++n) {
+    const Wait wait = n < INLINE_EVENTS ? r.waits[n] : address<const Wait>(a.launch.waits)[in.wait_begin + n];
+    if (!await_event(a, w, wait.event, int64_t(wait.count) * step, in.task, step)) return false;
   }
   return true;
 }

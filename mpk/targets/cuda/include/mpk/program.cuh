@@ -41,7 +41,7 @@ __device__ __forceinline__ Context make_context(const Launch& l) {
 __device__ __forceinline__ void signal_all(const Arguments& a, const Record& r) {
   const Instruction& in = r.instruction;
   if (in.signal_count == 0) return;
-  __threadfence();
+  fence_release();
   for (int s = 0; s < in.signal_count; ++s) {
     const Signal signal = s < INLINE_EVENTS ? r.signals[s] : address<const Signal>(a.launch.signals)[in.signal_begin + s];
     add_relaxed(counter(a.kernel, signal.event), signal.amount);
@@ -100,12 +100,6 @@ __device__ __forceinline__ void fetch_record(Record* to, const Record* from, int
 }
 __device__ __forceinline__ void await_records() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// A stage of weights did not come: the plan of loads is wrong. Thread 0 only.
-__device__ __forceinline__ void report_starved(const Arguments& a, int task, int64_t step) {
-  if (atomicCAS(address<int32_t>(a.kernel.stop), RESULT_DONE, RESULT_STALLED) == RESULT_DONE)
-    *address<Stall>(a.launch.stall) = Stall{int32_t(blockIdx.x), task, -1, 0, 0, 0, step};
-}
-
 // The same for all threads after a barrier, though thread 0 may be in the next instruction already.
 __device__ __forceinline__ bool leaving(const Block& b) {
   const int after = block_memory().leave_after;
@@ -120,7 +114,7 @@ __device__ __forceinline__ bool begin_step(const Arguments& a, const Context& c,
   ++b.sequence;
   if (b.thread == 0) {
     m.arrived_ns = trace_time(a.launch);
-    if (!await_event(a, STEP_EVENT, step, task, step)) m.leave_after = b.sequence;
+    if (!await_event(a, m.waits, STEP_EVENT, step, task, step)) m.leave_after = b.sequence;
   }
   b.sync();
   if (leaving(b)) return false;
@@ -149,7 +143,7 @@ __device__ __forceinline__ void consume(const Arguments& a, Dispatch dispatch) {
   Block b = make_block(a);
   if (b.thread == 0 && b.sm == a.kernel.planner) {
     plan_step(c);
-    __threadfence();
+    fence_release();
     add_relaxed(counter(a.kernel, STEP_EVENT), 1);
   }
   const bool fetches = b.warp == 1;
@@ -164,8 +158,8 @@ __device__ __forceinline__ void consume(const Arguments& a, Dispatch dispatch) {
       if (b.thread == 0) {
         m.arrived_ns = trace_time(a.launch);
         if (ring_control().stop == STOP_STARVED) {
-          report_starved(a, record.instruction.task, m.step.number);
-          m.leave_after = b.sequence;
+          m.waits.stall = Stall{0, record.instruction.task, -1, 0, 0, 0, m.step.number};  // a stage of weights did not come
+          m.waits.gave_up = 1, m.leave_after = b.sequence;
         }
       }
       dispatch(c, record.instruction, b);
@@ -179,6 +173,7 @@ __device__ __forceinline__ void consume(const Arguments& a, Dispatch dispatch) {
     if (leaving(b)) break;
   }
   if (b.thread == 0) {
+    if (m.waits.gave_up) report(a, m.waits);
     if (a.launch.spans != 0) address<int64_t>(a.launch.span_count)[b.sm] = m.spans_used;
     if (ring_control().stop == 0) ring_control().stop = STOP_DONE;
   }
@@ -195,7 +190,7 @@ __device__ __forceinline__ void run_program(const Arguments& a, Dispatch dispatc
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     ring_control().shut = 1, ring_control().stop = 0, ring_control().started = 0;
     const auto* stream_begin = address<const int32_t>(a.launch.stream_begin);
-    block_memory().leave_after = 0, block_memory().spans_used = 0;
+    block_memory().leave_after = 0, block_memory().spans_used = 0, block_memory().waits.gave_up = 0, block_memory().waits.stall.reserved = 0;
     block_memory().count = stream_begin[block + 1] - stream_begin[block];
     block_memory().first = address<const Record>(a.kernel.records) + stream_begin[block];
   }

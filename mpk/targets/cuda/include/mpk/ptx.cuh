@@ -61,7 +61,10 @@ __device__ __forceinline__ uint64_t load_acquire(const uint64_t* p) {
 __device__ __forceinline__ void add_release(uint64_t* p, uint64_t amount) {
   asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(amount) : "memory");
 }
-__device__ __forceinline__ void add_relaxed(uint64_t* p, uint64_t amount) {  // after __threadfence(): a release
+// Orders what this thread, and those that met it at a barrier, wrote before what it writes after. (__threadfence() is the costlier
+// sequentially consistent fence.)
+__device__ __forceinline__ void fence_release() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+__device__ __forceinline__ void add_relaxed(uint64_t* p, uint64_t amount) {  // after fence_release(): a release
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(amount) : "memory");
 }
 __device__ __forceinline__ void store_release(int32_t* p, int32_t v) {
@@ -87,6 +90,11 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) { return uint3
 __device__ __forceinline__ uint4 shared_load_16(uint32_t p) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint2 shared_load_8(uint32_t p) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(p) : "memory");
   return v;
 }
 __device__ __forceinline__ void shared_store_16(uint32_t p, uint4 v) {
@@ -123,6 +131,29 @@ __device__ __forceinline__ void mma(float (&d)[4], uint4 a, uint32_t b0, uint32_
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+
+// Transposes an 8 x 8 matrix of 16-bit elements: row r stands in lanes 4 r to 4 r + 3, two elements a lane.
+__device__ __forceinline__ uint32_t transpose_8x8(uint32_t pair) {
+  uint32_t out;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(pair));
+  return out;
+}
+
+// ---- of one thread
+// This thread's lane, asked of the hardware again. What follows from a lane (addresses of fragments, say) is then computed where it
+// is used; otherwise compilers compute all of it once, outside of every loop, and keep it in registers that are not there.
+__device__ __forceinline__ int own_lane() {
+  int lane;
+  asm volatile("mov.u32 %0, %laneid;" : "=r"(lane));
+  return lane;
+}
+
+// 2^x with a relative error of some 2^-22; 0 for minus infinity.
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 }  // namespace mpk

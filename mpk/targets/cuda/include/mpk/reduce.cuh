@@ -10,21 +10,6 @@ constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.693147180559945309f;
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 __device__ __forceinline__ bool is_finite(float v) { return (__float_as_uint(v) & 0x7f800000u) != 0x7f800000u; }
 
-// This thread's lane, asked of the hardware again. What follows from a lane (addresses of fragments, say) is then computed where it
-// is used; otherwise compilers compute all of it once, outside of every loop, and keep it in registers that are not there.
-__device__ __forceinline__ int own_lane() {
-  int lane;
-  asm volatile("mov.u32 %0, %laneid;" : "=r"(lane));
-  return lane;
-}
-
-// 2^x with a relative error of some 2^-22; 0 for minus infinity.
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) v += __shfl_xor_sync(ALL_LANES, v, step);

@@ -1,0 +1,177 @@
+// A block of the GPU on one processor, enough for task bodies: 256 threads as fibers that take turns, warp operations and barriers as
+// meetings of fibers. Included before the kernel's source, which is then ordinary C++.
+//
+// Finds wrong values, wrong addresses, misaligned vector accesses and barriers that not all threads reach; with EMULATION_ORDER set to
+// "backward" threads take turns in another order, so that what depends on a missing barrier differs. It knows nothing of the memory
+// model of the device.
+#pragma once
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#define __device__
+#define __forceinline__ inline
+#define __global__
+#define __launch_bounds__(...)
+
+using std::max;
+using std::min;
+
+struct uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+
+namespace emulation {
+
+constexpr int THREADS = 256, WARPS = THREADS / 32, STACK_BYTES = 256 << 10, SHARED_BYTES = 64 << 10;
+constexpr long TURNS = 2'000'000;  // after so many the block is taken to hang
+
+struct Fiber {
+  ucontext_t context;
+  bool done;
+};
+struct Message {  // what a lane gives to the others
+  uint32_t word[8];
+};
+
+inline Fiber fibers[THREADS];
+inline ucontext_t scheduler;
+inline int thread, block, blocks;
+inline void (*body)();
+alignas(128) inline unsigned char shared_memory[SHARED_BYTES];
+
+inline void give_turn() { swapcontext(&fibers[thread].context, &scheduler); }
+
+// A meeting of `count` fibers.
+struct Meeting {
+  int arrived = 0;
+  long number = 0;
+  void attend(int count) {
+    const long mine = number;
+    if (++arrived == count) {
+      arrived = 0, ++number;
+      return;
+    }
+    while (number == mine) give_turn();
+  }
+};
+inline Meeting warp_meetings[WARPS], block_meeting;
+inline Message messages[WARPS][2][32];  // two sets: nobody overwrites what a slower lane has still to read
+
+inline const Message* exchange(const Message& own) {
+  const int warp = thread / 32;
+  Message* set = messages[warp][warp_meetings[warp].number % 2];
+  set[thread % 32] = own;
+  warp_meetings[warp].attend(32);
+  return set;
+}
+
+template <class T>
+T from_lane(T value, int lane) {
+  Message own{};
+  std::memcpy(own.word, &value, sizeof value);
+  std::memcpy(&value, exchange(own)[lane & 31].word, sizeof value);
+  return value;
+}
+
+inline void start() {
+  body();
+  fibers[thread].done = true;
+  give_turn();
+}
+
+// Runs the body on one block; false: it hangs.
+inline bool run_block() {
+  static unsigned char* stacks = static_cast<unsigned char*>(std::malloc(size_t(THREADS) * STACK_BYTES));
+  std::fill(reinterpret_cast<uint32_t*>(shared_memory), reinterpret_cast<uint32_t*>(shared_memory + SHARED_BYTES), 0x7fc0beefu);  // NaN
+  for (int i = 0; i < THREADS; ++i) {
+    Fiber& f = fibers[i];
+    getcontext(&f.context);
+    f.context.uc_stack.ss_sp = stacks + size_t(i) * STACK_BYTES, f.context.uc_stack.ss_size = STACK_BYTES, f.context.uc_link = &scheduler;
+    makecontext(&f.context, start, 0);
+    f.done = false;
+  }
+  for (Meeting& m : warp_meetings) m = Meeting{};
+  block_meeting = Meeting{};
+  const char* order = std::getenv("EMULATION_ORDER");
+  const bool backward = order != nullptr && std::strcmp(order, "backward") == 0;
+  for (long turn = 0; turn < TURNS; ++turn) {
+    bool left = false;
+    for (int i = 0; i < THREADS; ++i) {
+      thread = backward ? THREADS - 1 - i : i;
+      if (fibers[thread].done) continue;
+      left = true;
+      swapcontext(&scheduler, &fibers[thread].context);
+    }
+    if (!left) return true;
+  }
+  return false;
+}
+
+template <class T>
+T load(const void* p) {
+  if (reinterpret_cast<uintptr_t>(p) % sizeof(T) != 0) std::fprintf(stderr, "misaligned access of %zu bytes\n", sizeof(T)), std::abort();
+  T value;
+  std::memcpy(&value, p, sizeof value);
+  return value;
+}
+
+template <class T>
+T shared_load(uint32_t place) {
+  if (place + sizeof(T) > SHARED_BYTES) std::fprintf(stderr, "shared memory ends before byte %u\n", place), std::abort();
+  return load<T>(shared_memory + place);
+}
+
+struct Index {
+  int x;
+};
+
+}  // namespace emulation
+
+#define threadIdx (emulation::Index{emulation::thread})
+#define blockIdx (emulation::Index{emulation::block})
+#define gridDim (emulation::Index{emulation::blocks})
+
+// ---- operations of a warp
+template <class T>
+T __shfl_sync(unsigned, T value, int lane) { return emulation::from_lane(value, lane); }
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int mask) { return emulation::from_lane(value, emulation::thread % 32 ^ mask); }
+template <class T>
+T __shfl_up_sync(unsigned, T value, int by) {
+  const int lane = emulation::thread % 32;
+  return emulation::from_lane(value, lane >= by ? lane - by : lane);
+}
+inline unsigned __ballot_sync(unsigned, bool vote) {
+  const emulation::Message* all = emulation::exchange({{vote}});
+  unsigned votes = 0;
+  for (int lane = 0; lane < 32; ++lane) votes |= all[lane].word[0] << lane;
+  return votes;
+}
+inline bool __any_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
+inline void __syncwarp() { emulation::exchange({}); }
+
+// ---- operations of a thread
+inline float __uint_as_float(unsigned bits) { float f; std::memcpy(&f, &bits, 4); return f; }
+inline float __int_as_float(unsigned bits) { return __uint_as_float(bits); }
+inline unsigned __float_as_uint(float f) { unsigned bits; std::memcpy(&bits, &f, 4); return bits; }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __clz(int x) { return x != 0 ? __builtin_clz(unsigned(x)) : 32; }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline unsigned long long __float2ull_rn(float x) { return static_cast<unsigned long long>(std::llrint(x)); }
+inline void sincospif(float x, float* sine, float* cosine) { *sine = float(std::sin(M_PI * double(x))), *cosine = float(std::cos(M_PI * double(x))); }
+template <class T>
+T __ldg(const T* p) { return emulation::load<T>(p); }
+template <class T>
+T atomicAdd(T* p, T by) { const T before = *p; return *p += by, before; }
+template <class T>
+T atomicOr(T* p, T by) { const T before = *p; return *p |= by, before; }

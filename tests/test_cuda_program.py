@@ -1,0 +1,187 @@
+"""What the CUDA back end is given as data: stages of weights, loads and instructions of every block, memory by the target's description."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from mpk import Compiler
+from mpk.codegen import cuda_source, layout, nvrtc
+from mpk.codegen.cuda_program import CudaProgramBuilder
+from mpk.codegen.cuda_weights import stacked_rows, tile_rows
+from mpk.errors import RequestError, TargetError
+from mpk.frontend.source import LoadedModel
+from mpk.graph.order import STEP_EVENT
+from mpk.graph.sm_task_graph import SMTaskGraph
+from mpk.models import registry, shapes
+from mpk.models.config import DecoderConfig, RopeScaling
+from mpk.passes.memory import lay_out_params
+from mpk.runtime import cuda_device
+from mpk.runtime.cuda_engine import earliest
+from mpk.targets import hardware
+from mpk.tasks.base import kind_of
+from mpk.tasks.matrices import matrix_bytes, matrix_key
+from mpk.tasks.stages import groups, stage_order, stage_shape
+
+CONFIG = DecoderConfig("LlamaForCausalLM", 300, 72, 136, 2, 9, 3, 8, 1e-5, 128, RopeScaling())
+
+
+def lowered(config: DecoderConfig = CONFIG, workers: int = 5) -> tuple[SMTaskGraph, shapes.RandomWeights]:
+    source = shapes.RandomWeights(config, registry.build_graph(config))
+    return Compiler("h200", workers=workers).lower_model(LoadedModel(config, source, None, "test")), source
+
+
+@pytest.mark.parametrize(("columns", "depth", "count"), [(64, 256, 1), (576, 256, 3), (896, 512, 2), (2560, 512, 5), (4864, 256, 19),
+                                                         (4096, 512, 8), (14336, 512, 28), (25600, 512, 50)])
+def test_a_stage_is_as_deep_as_it_can_be_without_padding_more(columns: int, depth: int, count: int) -> None:
+    shape = stage_shape(columns)
+    assert (shape.depth, shape.count) == (depth, count)
+    assert shape.bytes == 32 * depth and shape.padded_columns >= columns
+
+
+@pytest.mark.parametrize(("tiles", "expected"), [(1, [1]), (8, [8]), (9, [5, 4]), (14, [7, 7]), (61, [8, 8, 8, 8, 8, 7, 7, 7])])
+def test_groups_are_as_equal_as_possible(tiles: int, expected: list[int]) -> None:
+    assert groups(tiles) == expected
+
+
+def test_all_tiles_of_a_group_use_a_part_of_the_input_before_the_next_part() -> None:
+    order = stage_order(9, 2)
+    assert order[:10] == [(t, 0) for t in range(5)] + [(t, 1) for t in range(5)]
+    assert sorted(order) == [(t, s) for t in range(9) for s in range(2)]
+
+
+def test_stages_fill_the_matrix_and_blocks_find_theirs_in_order() -> None:
+    graph, _ = lowered()
+    builder = CudaProgramBuilder(graph)
+    assert {graph.tensor_graph.operators[i].kind for i in builder.plans} == {"linear"}
+    for index, plan in builder.plans.items():
+        op = graph.tensor_graph.operators[index]
+        assert sorted(plan.place.reshape(-1).tolist()) == list(range(0, plan.place.size * plan.shape.bytes, plan.shape.bytes))
+        assert plan.place.size * plan.shape.bytes == matrix_bytes(kind_of(op), op, graph)
+        for task in (t for t in graph.tasks if t.op == index):
+            fetched = [r.offset + i * r.stride for r in plan.runs[task.id] for i in range(r.count)]
+            used = [plan.place[task.tile_begin + t, s] for t, s in stage_order(task.tile_end - task.tile_begin, plan.shape.count)]
+            assert fetched == used
+
+
+def test_stages_that_blocks_use_at_the_same_time_stand_side_by_side() -> None:
+    graph, _ = lowered()
+    builder = CudaProgramBuilder(graph)
+    index = next(i for i in builder.plans if graph.tensor_graph.operators[i].name == "logits")
+    plan = builder.plans[index]
+    firsts = sorted(plan.runs[t.id][0].offset for t in graph.tasks if t.op == index)
+    assert firsts == [i * plan.shape.bytes for i in range(len(firsts))]
+
+
+def test_every_block_loads_what_its_instructions_use() -> None:
+    graph, source = lowered()
+    lay_out_params(graph, source)
+    tables = CudaProgramBuilder(graph).cuda_tables()
+    for block, queue in enumerate(graph.queues):
+        loads = tables.loads[tables.load_begin[block] : tables.load_begin[block + 1]]
+        records = tables.records[tables.stream_begin[block] : tables.stream_begin[block + 1]]
+        assert records["instruction"]["task"].tolist() == queue
+        stages: Counter[int] = Counter()
+        for load in loads:
+            stages[queue[load["instruction"]]] += int(load["count"])
+        wanted = {t: (graph.tasks[t].tile_end - graph.tasks[t].tile_begin) * stage_shape(int(graph.operator(t).attrs["k"])).count
+                  for t in queue if graph.tasks[t].kind == "linear"}
+        assert stages == wanted
+        assert (np.diff(loads["instruction"]) >= 0).all()
+    assert tables.planner == graph.tasks[-1].worker
+
+
+def test_records_hold_their_waits_and_signals() -> None:
+    graph, source = lowered()
+    lay_out_params(graph, source)
+    tables = CudaProgramBuilder(graph).cuda_tables()
+    for record in tables.records:
+        task = graph.tasks[record["instruction"]["task"]]
+        waits = [e for e in task.waits if e != STEP_EVENT]
+        assert record["instruction"]["wait_count"] == len(waits)
+        assert record["waits"]["event"][: len(waits)].tolist() == waits[: layout.INLINE_EVENTS]
+        assert record["waits"]["count"][: len(waits)].tolist() == [graph.events[e].threshold for e in waits][: layout.INLINE_EVENTS]
+        begin, count = int(record["instruction"]["wait_begin"]), len(waits)
+        assert tables.waits["event"][begin : begin + count].tolist() == waits
+        assert record["signals"]["event"][: len(task.signals)].tolist() == list(task.signals)[: layout.INLINE_EVENTS]
+
+
+def test_tiles_of_gate_and_up_alternate_by_eight_rows() -> None:
+    graph, source = lowered()
+    op = next(o for o in graph.tensor_graph.operators if o.name == "l0.gate_up")
+    gate, up = (source.read(n) for n in op.weights["weight"])
+    rows = tile_rows(op, source, 1, 3)
+    np.testing.assert_array_equal(rows, np.concatenate([gate[8:16], up[8:16], gate[16:24], up[16:24]]))
+    last = tile_rows(op, source, 16, 17)  # 136 columns are 17 tiles of 8
+    np.testing.assert_array_equal(last, np.concatenate([gate[128:136], up[128:136]]))
+
+
+def test_stacked_matrices_are_read_across_their_borders() -> None:
+    graph, source = lowered()
+    op = next(o for o in graph.tensor_graph.operators if o.name == "l1.qkv")
+    whole = np.concatenate([source.read(n) for n in op.weights["weight"]])
+    np.testing.assert_array_equal(stacked_rows(source, op.weights["weight"], 70, 100), whole[70:100])
+    assert len(tile_rows(op, source, 7, 8)) == 16 and len(whole) == 120
+    np.testing.assert_array_equal(tile_rows(op, source, 7, 8)[8:], 0)  # beyond the last row
+
+
+def test_a_gpu_keeps_activations_in_bf16_but_for_logits_and_statistics() -> None:
+    graph, _ = lowered()
+    sizes = {name: b.element_bytes for name, b in graph.buffers.items()}
+    assert sizes["x"] == sizes["l0.qkv"] == sizes["l0.attn"] == sizes["l1.mlp"] == 2
+    assert sizes["logits"] == sizes["rope"] == sizes["l0.partial"] == sizes["choice"] == 4
+    assert graph.buffers["l0.kv_new"].kind == "state" and "l0.kv_new" not in graph.arena
+
+
+def test_a_tied_head_has_its_own_form_of_the_embedding() -> None:
+    config = DecoderConfig("LlamaForCausalLM", 300, 72, 136, 1, 9, 3, 8, 1e-5, 128, RopeScaling(), tie_embeddings=True)
+    graph, _ = lowered(config)
+    keys = {op.name: matrix_key(kind_of(op), op, graph) for op in graph.tensor_graph.operators if op.name in ("embed", "logits")}
+    assert len(set(keys.values())) == 2 and set(keys.values()) <= set(graph.weight_offsets)
+
+
+def test_what_a_gpu_target_cannot_do_is_refused() -> None:
+    with pytest.raises(TargetError, match="dtype 'f32' on target h200, expected bf16"):
+        Compiler("h200", dtype="f32")
+    with pytest.raises(RequestError, match="max_rows 17, expected at most 16 on target h200"):
+        Compiler("h200", max_rows=17)
+
+
+@pytest.mark.skipif(cuda_device.device_count() > 0, reason="a machine with a GPU")
+def test_without_a_gpu_auto_is_the_processor_and_building_for_one_is_refused() -> None:
+    assert hardware.choose("auto") == "cpp"
+    assert not hardware.runs_here(hardware.load("h200"))
+    graph, source = lowered()
+    with pytest.raises(TargetError, match="CUDA device 0, got 0 devices on this machine; use the target cpp"):
+        Compiler("h200", workers=5).build(graph, LoadedModel(CONFIG, source, None, "test"))
+
+
+def test_the_product_compiles_within_the_registers_of_its_threads() -> None:
+    try:
+        nvrtc.version()
+    except TargetError as error:
+        pytest.skip(str(error))
+    constants = "static constexpr int n = 96, k = 576, epilogue = 2; static constexpr float eps = 1e-5f; "
+    constants += "static constexpr bool norm = true, bias = true, gather_logit_rows = false;"
+    source = f"""#include "mpk/program.cuh"
+#include "linear/cuda.cuh"
+struct Variant {{ {constants} }};
+struct Dispatch {{
+  static constexpr int PUBLISHES = -1;
+  __device__ __forceinline__ void operator()(const mpk::Context& c, const mpk::Instruction& i, mpk::Block& b) const {{ mpk::linear::run<Variant>(c, i, b); }}
+}};
+extern "C" __global__ void __launch_bounds__(mpk::BLOCK_THREADS, 1) mpk_run(const __grid_constant__ mpk::Arguments a) {{ mpk::run_program(a, Dispatch{{}}); }}
+"""
+    cubin = nvrtc.compile_cubin(source, cuda_source.headers(["linear"]), "sm_90a", cuda_source.OPTIONS)
+    resources = cubin.resources["mpk_run"]
+    assert resources.registers == 168  # what 384 threads can have at the start; the consumers take more from the loader's warps
+    assert resources.spill_stores == resources.spill_loads == 0
+
+
+def test_of_many_waits_that_stall_the_earliest_is_told() -> None:
+    stalls = np.zeros(4, layout.dtype("Stall"))
+    for block, (step, task) in {0: (8, 2), 1: (7, 40), 3: (7, 31)}.items():
+        stalls[block]["worker"], stalls[block]["step"], stalls[block]["task"] = block, step, task
+    assert earliest(stalls)["worker"] == 3
