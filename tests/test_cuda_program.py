@@ -154,7 +154,7 @@ def test_without_a_gpu_auto_is_the_processor_and_building_for_one_is_refused() -
     assert hardware.choose("auto") == "cpp"
     assert not hardware.runs_here(hardware.load("h200"))
     graph, source = lowered()
-    with pytest.raises(TargetError, match="CUDA device 0, got 0 devices on this machine; use the target cpp"):
+    with pytest.raises(TargetError, match="target h200, expected a CUDA device, got none on this machine"):
         Compiler("h200", workers=5).build(graph, LoadedModel(CONFIG, source, None, "test"))
 
 

@@ -103,8 +103,20 @@ def floor_bytes(config: DecoderConfig, dtype: str, batch: int, context: int) -> 
     return size * (weights + batch * cached * 2 * c.num_kv_heads * c.head_dim)
 
 
+def _engine(compiler: Any, loaded: LoadedModel, quiet: bool) -> Any:
+    """The engine; on a GPU, random weights are made there, since 8 billion of them take minutes on the host."""
+    from mpk.models.shapes import RandomWeights
+
+    if compiler.target.backend != "cuda" or not isinstance(loaded.source, RandomWeights):
+        return build(compiler, loaded, quiet)[0]
+    from mpk.runtime.cuda_engine import build_cuda_engine
+
+    return build_cuda_engine(compiler.lower_model(loaded), loaded.source, pipelining=compiler.enable_cross_op_pipelining,
+                             random_seed=loaded.source.seed + 1)
+
+
 def _mpk(compiler: Any, loaded: LoadedModel, plans: Mapping[tuple[int, int], DecodePlan], quiet: bool) -> System:
-    engine, _ = build(compiler, loaded, quiet)
+    engine = _engine(compiler, loaded, quiet)
     instance = engine.create_instance(max_batch=max(b for b, _ in plans), max_context=max(plan.context for plan in plans.values()))
     rng = np.random.default_rng(0)
 
@@ -123,12 +135,16 @@ def line(system: str, loaded: LoadedModel, target: Target, tp: int, dtype: str, 
     """One measurement as `benchmarks/results` keeps it: milliseconds, quartiles, floor and ratio to it."""
     q1, median, q3 = statistics.quantiles(times, n=4)
     floor = floor_bytes(loaded.config, dtype, batch, context) / (target.bandwidth.value * 1e6) / tp
-    return {"system": system, "model": loaded.name, "target": target.name, "device": _device(), "tp": tp, "dtype": dtype, "batch": batch,
+    return {"system": system, "model": loaded.name, "target": target.name, "device": _device(target), "tp": tp, "dtype": dtype, "batch": batch,
             "context": context, "ms_per_token": round(median, 4), "q1": round(q1, 4), "q3": round(q3, 4), "floor_ms": round(floor, 4),
             "ratio": round(median / floor, 3), "commit": _commit(), "date": date.today().isoformat()}
 
 
-def _device() -> str:
+def _device(target: Target) -> str:
+    if target.backend == "cuda":
+        from mpk.runtime.cuda_device import Device
+
+        return Device(0).properties().name
     try:
         for text in Path("/proc/cpuinfo").read_text().splitlines():
             if text.startswith("model name"):
