@@ -43,6 +43,10 @@ inline Context make_context(const Launch& l) {
   c.max_context = l.max_context;
   c.max_pages = l.max_pages;
   c.num_pages = l.num_pages;
+  c.rank = l.rank;
+  c.ranks = l.ranks;
+  c.peers = address<const uint64_t>(l.peers);
+  c.flag_base = l.flag_base;
   return c;
 }
 
@@ -60,7 +64,8 @@ void run_worker(Run& run, int index, Dispatch dispatch, std::atomic<int>& result
     run.stop.store(1, std::memory_order_release);
     return;
   }
-  Worker worker{index, run.launch->workers, scratch.get()};
+  Worker worker{};
+  worker.index = index, worker.count = run.launch->workers, worker.scratch = scratch.get();
   work<Traced>(run, worker, dispatch);
 }
 
