@@ -7,8 +7,14 @@ import json
 import numpy as np
 
 from mpk.errors import InternalError
+from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.graph.tensor_graph import Shard, TensorGraph
 from mpk.tasks.base import WeightSource
+
+
+def shard_sources(graph: SMTaskGraph, source: WeightSource) -> list[WeightSource]:
+    """Of every rank what it reads its weights from."""
+    return [source] if graph.ranks == 1 else [ShardSource(source, graph.tensor_graph, rank) for rank in range(graph.ranks)]
 
 
 class ShardSource:

@@ -6,7 +6,8 @@ sender has got so far, and has done all that happens before the sender. Two rank
 nothing but their own queues and events and by messages between the two, and more ranks only add order.
 
 `other[t]` is the highest index in each queue of B that is known to be done when task t of A starts: joined along A's queues and events,
-and after a read of a part with B's clock at the sender (`mpk.graph.order`) and the sender itself. Then, in sequential order:
+and after a read of a part with B's clock at the sender (`mpk.graph.order`) and the sender itself. Only messages of all rows of a step
+count here: a step may have no row of logits, and then nobody waits for them. Then, in sequential order:
 
 - what is read was sent in the same step, with the reader's own number of message, and no other operator sends that number;
 - a task of A that sends into a region starts only when the readers of what stood there before, in B, are done. For readers of the
@@ -130,6 +131,8 @@ class _Scan:
                 np.maximum(row, joined[e], out=row)
             end[t] = row
             for access in self.writers.get(t, ()):
+                if graph.buffers[access.region.buffer].rows != "tokens":
+                    continue
                 np.maximum(end[t], order.clock[access.task], out=end[t])
                 worker = order.worker[access.task]
                 end[t][worker] = max(end[t][worker], order.index[access.task])

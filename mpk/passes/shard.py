@@ -118,9 +118,12 @@ class _Sharder:
         return attrs
 
     def _summed(self) -> tuple[str, dict[str, Scalar]]:
-        """Buffer and attributes of the next message that is summed into the residual stream; two that follow each other use different buffers."""
-        hidden = self.graph.config.hidden_size
-        name = f"peer{self.sent % 2}"
+        """Buffer and attributes of the next message that is summed into the residual stream.
+
+        Two that follow each other use different buffers; so the last of an odd number, which the first of the next step follows, has its own.
+        """
+        hidden, sums = self.graph.config.hidden_size, self.messages - 1
+        name = "peer2" if sums % 2 and self.sent == sums - 1 > 0 else f"peer{self.sent % 2}"
         attrs = self._message(name, hidden + CONTROL_COLUMNS, "tokens")
         return name, {**attrs, "two_shot_rows": two_shot_rows(self.two_shot_bytes, hidden, self.ranks)}
 

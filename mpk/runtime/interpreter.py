@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from mpk.errors import GraphError, RequestError
-from mpk.frontend.shard_source import ShardSource
+from mpk.frontend.shard_source import shard_sources
 from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.tasks.advance.reference import PlannedSequence, plan
 from mpk.tasks.base import Env, StepView, WeightSource
@@ -108,7 +108,7 @@ class ReferenceProgram:
     def __init__(self, graph: SMTaskGraph, source: WeightSource, max_batch: int = 1, max_context: int | None = None,
                  order_seed: int | None = None, share_memory: bool = False) -> None:
         self.graph = graph
-        self.sources = [source] if graph.ranks == 1 else [ShardSource(source, graph.tensor_graph, rank) for rank in range(graph.ranks)]
+        self.sources = shard_sources(graph, source)
         self.max_batch = max_batch
         self.max_context = max_context or min(graph.tensor_graph.config.max_context, 1024)
         self.order_seed, self.share_memory = order_seed, share_memory
