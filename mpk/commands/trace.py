@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from mpk.commands import decode_plan
+from mpk.commands import communication, decode_plan
 from mpk.commands.common import DEFAULT_MODEL, build, check_writable, print_json, require_complete, writing
 from mpk.errors import InternalError, RequestError
 from mpk.runtime.perfetto import RUN
@@ -27,6 +27,7 @@ def command(
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
     context: Annotated[int, typer.Option(help="Prompt tokens before the traced steps.")] = 64,
     steps: Annotated[int, typer.Option(help="Decode steps to trace.")] = 8,
+    tp: Annotated[int, typer.Option(help="Devices that share the model (on cpp: groups of threads), 1 to 8.")] = 1,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
 ) -> None:
     """Trace every task and wait of every worker; off everywhere else, so that nothing pays for it."""
@@ -37,7 +38,7 @@ def command(
     _check("--batch", batch, 1, 16)
     _check("--context", context, 1)
     _check("--steps", steps, 1)
-    compiler = Compiler(target, dtype=dtype, workers=workers, max_batch=batch)
+    compiler = Compiler(target, tensor_parallel_size=tp, dtype=dtype, workers=workers, max_batch=batch)
     compiler.require_device()
     check_writable("--output", output)
     loaded = frontend.load(model, shapes=True)
@@ -52,11 +53,14 @@ def command(
     prompts = rng.integers(0, loaded.config.vocab_size, size=(batch, context))
     result = instance.generate(prompts, max_new_tokens=plan.new_tokens, stop_tokens=[])
     require_complete(result)
-    spans, ms = window(graph, instance.spans(), plan.prompt_steps, steps)
+    ranks, ms = windows(graph, instance.spans(), plan.prompt_steps, steps)
     with writing("--output", output):
-        write_trace(graph, spans, output)
+        write_trace(graph, ranks, output)
+    spans = [worker for rank in ranks for worker in rank]
     report = {"model": loaded.name, "target": graph.target, "batch": batch, "context": context, "steps": steps,
-              "ms_per_token": ms / steps, "trace": str(output), **summarise(graph, spans)}
+              "tp": tp, "ms_per_token": ms / steps, "trace": str(output), **summarise(graph, spans)}
+    if graph.ranks > 1:
+        report["communication"] = communication.report(graph, ranks)
     if json:
         print_json(report)
     else:
@@ -66,6 +70,13 @@ def command(
 def _check(option: str, value: int, least: int, most: int | None = None) -> None:
     if value < least or (most is not None and value > most):
         raise RequestError(f"{option} {value}", expected=f"{least} or more" if most is None else f"{least} to {most}")
+
+
+def windows(graph: SMTaskGraph, spans: list[np.ndarray], first: int, steps: int) -> tuple[list[list[np.ndarray]], float]:
+    """`window` of every rank, whose clocks may differ, and the milliseconds of rank 0."""
+    workers = graph.num_workers
+    found = [window(graph, spans[rank * workers : (rank + 1) * workers], first, steps) for rank in range(graph.ranks)]
+    return [kept for kept, _ in found], found[0][1]
 
 
 def window(graph: SMTaskGraph, spans: list[np.ndarray], first: int, steps: int) -> tuple[list[np.ndarray], float]:
@@ -117,3 +128,7 @@ def _print(report: dict[str, Any]) -> None:
     for name, row in sorted(report["per_operator"].items(), key=lambda item: -item[1]["run_us"]):
         table.add_row(name, f"{row['run_us']:.1f}", f"{row['wait_us']:.1f}", f"{row['gb_s']:.1f}")
     console.print(table)
+    if "communication" in report:
+        c = report["communication"]
+        console.print(f"{c['messages']} messages a step: {c['all_reduce_exposed_us']:.2f} us exposed a sum over ranks (median), {c['exposed_us_per_step']:.1f} us "
+                      f"in all, {100 * c['hidden_share']:.0f} % of the time under way hidden")

@@ -22,8 +22,9 @@ later, so what holds for that holds for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,13 +82,59 @@ class _Messages:
         return None
 
 
-@dataclass(frozen=True)
-class _Access:
-    """What a task sends or reads, as far as nothing has been sent over it since. `step`: 0 or 1."""
+class _Access(NamedTuple):
+    """What a task sends or reads. `step`: 0 or 1."""
 
     region: Region
     task: int
     step: int = 0
+
+
+class _Parts:
+    """Columns of one buffer, cut where accesses begin and end, with the accesses of each part since it was last sent over."""
+
+    def __init__(self) -> None:
+        self.begins: list[int] = []
+        self.ends: list[int] = []
+        self.accesses: list[tuple[_Access, ...]] = []
+
+    def within(self, region: Region) -> list[tuple[_Access, ...]]:
+        """Accesses of every part that the region touches."""
+        first, last = self._range(region)
+        return self.accesses[first:last]
+
+    def replace(self, region: Region, accesses: tuple[_Access, ...]) -> None:
+        """Forget what was known of the region; nothing but `accesses` is known of it now."""
+        first, last = self._range(region)
+        self._put(first, last, [(region.begin, region.end, accesses)])
+
+    def add(self, region: Region, access: _Access) -> None:
+        """Add an access to every part of the region."""
+        first, last = self._range(region)
+        parts: list[tuple[int, int, tuple[_Access, ...]]] = []
+        at = region.begin
+        for begin, end, accesses in zip(self.begins[first:last], self.ends[first:last], self.accesses[first:last], strict=True):
+            if at < begin:
+                parts.append((at, begin, (access,)))
+            parts.append((begin, end, (*accesses, access)))
+            at = end
+        if at < region.end:
+            parts.append((at, region.end, (access,)))
+        self._put(first, last, parts)
+
+    def _range(self, region: Region) -> tuple[int, int]:
+        """Places of the parts inside the region, after cutting at its borders."""
+        for border in (region.begin, region.end):
+            place = bisect_left(self.begins, border) - 1
+            if place >= 0 and self.begins[place] < border < self.ends[place]:
+                begin, end, accesses = self.begins[place], self.ends[place], self.accesses[place]
+                self._put(place, place + 1, [(begin, border, accesses), (border, end, accesses)])
+        return bisect_left(self.begins, region.begin), bisect_left(self.begins, region.end)
+
+    def _put(self, first: int, last: int, parts: Sequence[tuple[int, int, tuple[_Access, ...]]]) -> None:
+        self.begins[first:last] = [p[0] for p in parts]
+        self.ends[first:last] = [p[1] for p in parts]
+        self.accesses[first:last] = [p[2] for p in parts]
 
 
 class _Scan:
@@ -99,13 +146,13 @@ class _Scan:
     # ---- who sent what is read
     def _latest_writers(self) -> dict[int, list[_Access]]:
         """Reader -> the last sends, in sequential order, that its regions overlap."""
-        latest: dict[str, list[_Access]] = {}
+        latest: dict[str, _Parts] = {}
         found: dict[int, list[_Access]] = {}
         for task in self.graph.tasks:
             for region in self.messages.receives.get(task.id, ()):
-                found.setdefault(task.id, []).extend(a for a in latest.get(region.buffer, ()) if a.region.overlaps(region))
+                found.setdefault(task.id, []).extend(a for a, in latest.setdefault(region.buffer, _Parts()).within(region))
             for region in self.messages.sends.get(task.id, ()):
-                latest[region.buffer] = [*_uncovered(latest.get(region.buffer, ()), region), _Access(region, task.id)]
+                latest.setdefault(region.buffer, _Parts()).replace(region, (_Access(region, task.id),))
         return found
 
     # ---- what a rank knows of another
@@ -159,16 +206,17 @@ class _Scan:
 
     def _find_overwritten(self) -> Fault | None:
         """Two steps are enough: readers of earlier ones are done before those of the first, which the second's senders wait for."""
-        readers: dict[str, list[_Access]] = {}
+        readers: dict[str, _Parts] = {}
         for step in range(2):
             for task in self.graph.tasks:
                 for region in self.messages.receives.get(task.id, ()):
-                    readers.setdefault(region.buffer, []).append(_Access(region, task.id, step))
+                    readers.setdefault(region.buffer, _Parts()).add(region, _Access(region, task.id, step))
                 for region in self.messages.sends.get(task.id, ()):
-                    for access in readers.get(region.buffer, ()):
-                        if access.region.overlaps(region) and not self._done(task.id, access.task, access.step < step):
+                    parts = readers.setdefault(region.buffer, _Parts())
+                    for access in dict.fromkeys(a for accesses in parts.within(region) for a in accesses):
+                        if not self._done(task.id, access.task, access.step < step):
                             return self._overwritten(task.id, region, access, access.step < step)
-                    readers[region.buffer] = _uncovered(readers.get(region.buffer, ()), region)
+                    parts.replace(region, ())
         return None
 
     def _done(self, task: int, reader: int, in_step_before: bool) -> bool:
@@ -182,16 +230,6 @@ class _Scan:
         when = " in the step before" if in_step_before else ""
         return Fault("peer", f"peer: {describe(self.graph, task)} sends {show(region)} to all ranks, but nothing makes it wait until "
                      f"{describe(self.graph, access.task)} of another rank has read {show(access.region)}{when}", (access.task, task), (access.region, region))
-
-
-def _uncovered(accesses: Iterable[_Access], by: Region) -> list[_Access]:
-    """What is left of accesses to a buffer when a region of it is written."""
-    left = []
-    for access in accesses:
-        for begin, end in ((access.region.begin, min(access.region.end, by.begin)), (max(access.region.begin, by.end), access.region.end)):
-            if begin < end:
-                left.append(replace(access, region=Region(by.buffer, begin, end)))
-    return left
 
 
 def _covered(region: Region, parts: Iterable[Region]) -> bool:

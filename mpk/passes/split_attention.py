@@ -34,7 +34,7 @@ def run(graph: TensorGraph, workers: int) -> TensorGraph:
     kv_heads = {int(op.attrs["kv_heads"]) for op in graph.operators if op.kind in ATTENTION_KINDS}  # of this rank
     if len(kv_heads) != 1:
         raise InternalError(f"attention with {sorted(kv_heads)} key-value heads, expected one number")
-    splits = choose_splits(*kv_heads, workers)
+    splits = choose_splits(kv_heads.pop(), workers)
     if splits == 1:
         return graph
     values: dict[str, Value] = {}

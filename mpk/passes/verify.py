@@ -28,8 +28,8 @@ import numpy as np
 
 from mpk.errors import GraphError
 from mpk.graph.hazards import Fault, describe, find_hazard, show
-from mpk.graph.peers import find_peer_fault
 from mpk.graph.order import STEP_EVENT, Order, OrderError
+from mpk.graph.peers import find_peer_fault
 from mpk.graph.sm_task_graph import Allocation, Buffer, Region, SMTaskGraph, Task
 from mpk.tasks.base import TaskKind, load_kinds
 from mpk.tasks.matrices import matrix_bytes, matrix_key

@@ -156,7 +156,7 @@ class ThreadGroupExecutor:
 
     def run(self) -> int:
         """Run all ranks until no sequence has work left."""
-        bodies = [lambda launch=launch: self.engine.program.run(launch) for launch in self.launches]  # type: ignore[misc]
+        bodies = [lambda launch=launch: self.engine.program.run(launch) for launch in self.launches]
         code = run_all(bodies)
         if code == layout.RESULT["done"]:
             self.flags.end(max(int(s.step[0]["number"]) for s in self.states))
