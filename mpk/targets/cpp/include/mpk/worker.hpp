@@ -24,6 +24,7 @@ struct Run {
   Event* events;
   Progress* progress;
   std::atomic<int> stop{0};  // somebody gave up: leave
+  std::atomic_flag reporting = ATOMIC_FLAG_INIT;  // held while a worker writes the Stall
 };
 
 template <class T>
@@ -88,9 +89,14 @@ inline bool others_stopped(const Run& run) {
   return run.launch->group_stop != 0 && __atomic_load_n(address<int32_t>(run.launch->group_stop), __ATOMIC_ACQUIRE) != 0;
 }
 
-// Gives up: the first worker of a rank to do so says what it waited for, and the other ranks leave too.
+// Gives up, or leaves because others did: of what the workers of a rank waited for the earliest task is reported, since the other
+// waits follow from it. The other ranks leave too.
 inline void give_up(Run& run, const Stall& why) {
-  if (run.stop.exchange(1, std::memory_order_acq_rel) == 0) *address<Stall>(run.launch->stall) = why;
+  while (run.reporting.test_and_set(std::memory_order_acquire)) pause();
+  Stall& known = *address<Stall>(run.launch->stall);
+  if (known.step == 0 || why.step < known.step || (why.step == known.step && why.task < known.task)) known = why;
+  run.reporting.clear(std::memory_order_release);
+  run.stop.store(1, std::memory_order_release);
   if (run.launch->group_stop != 0) __atomic_store_n(address<int32_t>(run.launch->group_stop), 1, __ATOMIC_RELEASE);
 }
 
@@ -110,8 +116,7 @@ inline bool wait_for(Run& run, int worker, int task, int event, int64_t expected
     prefetch.advance();
     const int64_t seen = e.seen();
     if (seen >= expected) return true;
-    if (run.stop.load(std::memory_order_acquire) != 0) return false;  // pairs with the exchange below
-    if (others_stopped(run) || (round % 64 == 0 && watchdog.expired())) {
+    if (run.stop.load(std::memory_order_acquire) != 0 || others_stopped(run) || (round % 64 == 0 && watchdog.expired())) {
       give_up(run, Stall{worker, task, event, 0, expected, seen, step});
       return false;
     }
@@ -137,8 +142,7 @@ inline bool keep_waiting(Worker& worker, int64_t tries, int source, uint32_t exp
   }
   if (round == 1) wait.watchdog = Watchdog(wait.run);
   std::this_thread::yield();
-  if (wait.run.stop.load(std::memory_order_acquire) != 0) return false;
-  if (others_stopped(wait.run) || (round % 64 == 1 && wait.watchdog.expired())) {
+  if (wait.run.stop.load(std::memory_order_acquire) != 0 || others_stopped(wait.run) || (round % 64 == 1 && wait.watchdog.expired())) {
     give_up(wait.run, Stall{worker.index, wait.task, -1, 1 + source, expected, seen, wait.step});
     return false;
   }
