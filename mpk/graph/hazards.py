@@ -202,7 +202,7 @@ class _BufferScan:
         return None
 
     def _must_be_written(self, region: Region) -> bool:
-        return self.graph.buffers[region.buffer].kind == "activation"
+        return self.graph.buffers[region.buffer].kind in ("activation", "peer")
 
     def _write(self, task: Task, region: Region) -> None:
         begin, end = self.columns.segments[region]

@@ -22,8 +22,9 @@ ALIGNMENT = 64  # bytes: a cache line, and more than any vector access needs
 
 
 def run(graph: SMTaskGraph) -> SMTaskGraph:
-    """Fill `arena`, `arena_bytes`, `weight_offsets`, `weight_bytes`; checks the scratch of every task kind."""
+    """Fill `arena`, `arena_bytes`, `peers`, `peer_bytes`, `weight_offsets`, `weight_bytes`; checks the scratch of every task kind."""
     _place_activations(graph)
+    _place_peers(graph)
     _lay_out_weights(graph)
     _check_scratch(graph)
     return graph
@@ -71,6 +72,15 @@ def _place_activations(graph: SMTaskGraph) -> None:
     graph.arena = {p.name: Allocation(p.offset, p.size) for p in placed}
     graph.arena_bytes = max((p.offset + p.size for p in placed), default=0)
     graph.notes.append(f"memory: {len(placed)} activations of {total} bytes in an arena of {graph.arena_bytes}")
+
+
+def _place_peers(graph: SMTaskGraph) -> None:
+    """Side by side: other ranks write there at times that only `mpk.graph.peers` reasons about."""
+    graph.peers, graph.peer_bytes = {}, 0
+    for buffer in graph.buffers.values():
+        if buffer.kind == "peer":
+            graph.peers[buffer.name] = Allocation(graph.peer_bytes, buffer_bytes(graph, buffer))
+            graph.peer_bytes += buffer_bytes(graph, buffer)
 
 
 def _first_gap(blocked: list[tuple[int, int]], size: int) -> int:

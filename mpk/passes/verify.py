@@ -9,6 +9,7 @@ weight offsets. It guarantees, or refuses with the first fault found:
 - steps do not overlap: every task starts after the step event and ends before `advance`, which alone signals that event;
 - accesses in conflict are ordered as in the sequential order, also through bytes of the arena that buffers share
   (`mpk.graph.hazards`), and nothing is read that the same step did not write;
+- where ranks share the model, none overwrites in another's memory what is still to be read there (`mpk.graph.peers`);
 - memory: allocations large enough, inside the arena, state apart from the rest; packed weights apart; within the limits.
 
 By induction over steps a proof for one step is a proof for all: no task of a step starts before `advance` of the step before,
@@ -28,6 +29,7 @@ import numpy as np
 from mpk.errors import GraphError
 from mpk.graph.hazards import Fault, describe, find_hazard, show
 from mpk.graph.order import STEP_EVENT, Order, OrderError
+from mpk.graph.peers import find_peer_fault
 from mpk.graph.serialize import fingerprint
 from mpk.graph.sm_task_graph import Allocation, Buffer, Region, SMTaskGraph, Task
 from mpk.tasks.base import TaskKind, load_kinds
@@ -283,6 +285,25 @@ def _accesses(proof: _Proof) -> Fault | None:
     return find_hazard(proof.graph, proof.order)
 
 
+def _peers(proof: _Proof) -> Fault | None:
+    """Peer memory: places for what is sent, apart from each other; ranks overwrite nothing that is still to be read."""
+    graph = proof.graph
+    for name in (b.name for b in graph.buffers.values() if b.kind == "peer"):
+        place, needed = graph.peers.get(name), buffer_bytes(graph, graph.buffers[name])
+        if place is None:
+            return Fault("memory", f"{name} has no place in peer memory")
+        if place.size < needed or place.offset % ALIGNMENT or place.offset < 0 or place.offset + place.size > graph.peer_bytes:
+            return Fault("memory", f"{name} lies at bytes {place.offset}:{place.offset + place.size} of peer memory; expected a multiple of {ALIGNMENT} "
+                         f"and {needed} bytes within {graph.peer_bytes}")
+        if graph.ranks < 2:
+            return Fault("peer", f"{name} is shared among ranks, but the graph has {graph.ranks}")
+    spans = sorted((p.offset, p.offset + p.size, name) for name, p in graph.peers.items())
+    for (_, end, a), (begin, _, b) in pairwise(spans):
+        if begin < end:
+            return Fault("memory", f"{a} and {b} overlap in bytes {begin}:{end} of peer memory")
+    return find_peer_fault(graph, proof.order)
+
+
 # ---- memory
 def _memory(proof: _Proof) -> Fault | None:
     graph = proof.graph
@@ -373,4 +394,5 @@ CHECKS: Mapping[str, Callable[[_Proof], Fault | None]] = {
     "memory": _memory,
     "limits": _limits,
     "accesses": _accesses,
+    "peers": _peers,
 }
