@@ -101,6 +101,7 @@ STRUCTS: dict[str, list[Field]] = {
         ("token_ns", "uint64_t", 1),
         ("cancel", "uint64_t", 1),
         ("logits_out_positions", "int64_t", 1),
+        ("flagged_stride", "int64_t", 1),  # bytes between the two copies of flagged buffers
         ("max_batch", "int32_t", 1),
         ("max_rows", "int32_t", 1),
         ("max_context", "int32_t", 1),
@@ -160,6 +161,8 @@ STRUCTS: dict[str, list[Field]] = {
         ("instruction", "Instruction", 1),
         ("waits", "Wait", INLINE_EVENTS),
         ("signals", "Signal", INLINE_EVENTS),
+        ("apart", "int32_t", 1),  # 1: all threads of the block meet before it begins
+        ("reserved", "int32_t", 3),
     ],
     # Written by a worker that gives up.
     "Stall": [
