@@ -23,7 +23,8 @@ class Value:
     `peer`: memory of every rank into which all ranks write. Column c stands for column c of the parts that the ranks send, which
     stand side by side there; an element is one word of each of them.
 
-    `element_bytes`: 4 for what must be float32 (or int32) on every target; 0: as wide as the target keeps activations.
+    `element_bytes`: 4 for what must be float32 (or int32) on every target; 0: as wide as the target keeps activations. `flagged`: every
+    word says itself whether it has been written in this step, so that readers need no event.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Value:
     rows: str = "tokens"
     kind: str = "activation"
     element_bytes: int = 0
+    flagged: bool = False
 
 
 @dataclass(frozen=True)

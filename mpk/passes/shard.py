@@ -18,7 +18,6 @@ from dataclasses import replace
 from mpk.errors import InternalError, ModelError
 from mpk.graph.tensor_graph import Operator, Scalar, Shard, TensorGraph, Value, Weight
 from mpk.models.config import DecoderConfig
-from mpk.passes.fuse import RESIDUAL
 from mpk.tasks.messages import CONTROL_COLUMNS, MAX_RANKS, WORD_BYTES, two_shot_rows
 from mpk.tasks.packing import PANEL
 
@@ -133,7 +132,7 @@ class _Sharder:
         part, attrs = self._summed()
         self.out.append(replace(op, outputs=(part,), attrs={**op.attrs, "vocab": self.vocab_share, **attrs}))
         self.values["agreed"] = Value("agreed", 1, "step", element_bytes=4)
-        self.out.append(Operator(f"{op.name}_reduce", "all_reduce", (part,), (RESIDUAL, "agreed"), {},
+        self.out.append(Operator(f"{op.name}_reduce", "all_reduce", (part,), (op.outputs[0], "agreed"), {},
                                  {"n": self.graph.config.hidden_size, **attrs, "residual": False, "control": True}, op.layer))
 
     def _qkv(self, op: Operator) -> None:
@@ -179,7 +178,7 @@ class _Sharder:
             self._cut(bias, 0, n, (0, *[n] * (self.ranks - 1)))
         part, attrs = self._summed()
         self.out.append(replace(op, inputs=op.inputs[:1], outputs=(part,), attrs={**op.attrs, "k": k, "epilogue": "send", **attrs}))
-        self.out.append(Operator(f"{op.name}_reduce", "all_reduce", (part, RESIDUAL), (RESIDUAL,), {},
+        self.out.append(Operator(f"{op.name}_reduce", "all_reduce", (part, op.inputs[1]), op.outputs, {},
                                  {"n": n, **attrs, "residual": True, "control": False}, op.layer))
 
     def _head(self, op: Operator) -> None:

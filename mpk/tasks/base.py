@@ -87,6 +87,9 @@ class TaskKind(ABC):
     cuda_form: str = ""
     # Operand whose producer the tasks go with: cut into the same ranges of tiles, and each run by the worker that ran the same range.
     follows: str = ""
+    # CUDA back end: whether a block's fast warps may begin a task of this kind while slow ones are in another one of the kind (they share
+    # scratch memory, so the device code has to see to it).
+    overlaps: bool = False
 
     @abstractmethod
     def tiles(self, op: Operator, graph: TensorGraph) -> int:

@@ -1,6 +1,6 @@
 // all_reduce: 16 columns a tile of the sum of all ranks' parts of a message, in the order of ranks, added to the residual stream.
 //
-// Operands: part (peer buffer), x [rows][n], agreed int32 [1] if V::control. Variant: n, columns, ranks, two_shot_rows, residual, control.
+// Operands: part (peer buffer), x [rows][n], agreed int32 [1] if V::control, what the sum is added to [rows][n] if V::residual. Variant: n, columns, ranks, two_shot_rows, residual, control.
 // Up to two_shot_rows rows every rank sums all tiles. Beyond that each sums the tiles it owns and sends the sums to the others, in
 // the place of its own part; owned tiles come first, since they wait for nothing that this kind sends: so no ranks wait for each other.
 #pragma once
@@ -11,6 +11,11 @@ namespace mpk::all_reduce {
 
 template <class V>
 using Part = PeerBuffer<int(V::ranks), int(V::columns)>;
+
+struct Output {
+  float* x;
+  const float* residual;  // may be x
+};
 
 constexpr int columns_of(int n, int tile) { return n - tile * kPanel < kPanel ? n - tile * kPanel : kPanel; }
 
@@ -25,13 +30,13 @@ inline void sum_tile(const Part<V>& part, Worker& worker, int64_t row, int tile,
 }
 
 template <class V>
-inline void add_tile(float* x, int64_t row, int tile, const float* sums) {
-  float* to = x + row * int(V::n) + tile * kPanel;
-  for (int j = 0; j < columns_of(int(V::n), tile); ++j) to[j] = V::residual ? to[j] + sums[j] : sums[j];
+inline void add_tile(const Output& out, int64_t row, int tile, const float* sums) {
+  const int64_t at = row * int(V::n) + tile * kPanel;
+  for (int j = 0; j < columns_of(int(V::n), tile); ++j) out.x[at + j] = V::residual ? out.residual[at + j] + sums[j] : sums[j];
 }
 
 template <class V>
-inline void one_shot(const Context& c, const Instruction& i, Worker& worker, const Part<V>& part, float* x) {
+inline void one_shot(const Context& c, const Instruction& i, Worker& worker, const Part<V>& part, const Output& x) {
   float sums[kPanel];
   for (int64_t row = 0; row < c.step->rows; ++row)
     for (int tile = i.tile_begin; tile < i.tile_end; ++tile) {
@@ -42,7 +47,7 @@ inline void one_shot(const Context& c, const Instruction& i, Worker& worker, con
 }
 
 template <class V>
-inline void two_shots(const Context& c, const Instruction& i, Worker& worker, const Part<V>& part, float* x) {
+inline void two_shots(const Context& c, const Instruction& i, Worker& worker, const Part<V>& part, const Output& x) {
   constexpr int ranks = int(V::ranks), tiles = divide_up(int(V::n), kPanel);
   float sums[kPanel];
   for (const bool owned : {true, false})
@@ -66,7 +71,7 @@ inline void two_shots(const Context& c, const Instruction& i, Worker& worker, co
 template <class V>
 void run(const Context& c, const Instruction& i, Worker& worker) {
   const Part<V> part(c, i, 0);
-  float* x = operand<float>(c, i, 1);
+  const Output x{operand<float>(c, i, 1), V::residual ? operand<const float>(c, i, 3) : nullptr};
   if constexpr (V::control) {
     constexpr int n = int(V::n);
     if (i.tile_end == divide_up(n, kPanel)) *operand<int32_t>(c, i, 2) = part.receive(worker, 0, 0, n) != 0.0f;

@@ -18,7 +18,7 @@ def run(op: Operator, task: Task, env: Env) -> None:
     total = parts[:, 0, columns].astype(np.float32)
     for rank in range(1, int(op.attrs["ranks"])):
         total = total + parts[:, rank, columns]
-    x = env.buffers[op.outputs[0]]
-    x[:rows, columns] = x[:rows, columns] + total if op.attrs["residual"] else total
+    before = env.buffers[op.inputs[1]][:rows, columns] if op.attrs["residual"] else np.float32(0)
+    env.buffers[op.outputs[0]][:rows, columns] = before + total
     if op.attrs["control"] and columns.stop == n:
         env.buffers[op.outputs[1]][0, 0] = parts[0, 0, n]

@@ -1,7 +1,7 @@
 """Task kind `all_reduce`: sums a message over all ranks, in the order of ranks, and adds it to the residual stream; a tile is 16 columns.
 
-Operator: inputs (part [rows, columns] of kind "peer",), and x where `residual`; outputs (x [rows, n],), and agreed int32 [1, 1] where
-`control`; attrs {n, columns (of the part, n or more), ranks, residual, control, two_shot_rows, message, messages}. The operator before it sends the part
+Operator: inputs (part [rows, columns] of kind "peer",), and where `residual` what the sum is added to [rows, n]; outputs (x [rows, n],), which
+may be the same buffer, and agreed int32 [1, 1] where `control`; attrs {n, columns (of the part, n or more), ranks, residual, control, two_shot_rows, message, messages}. The operator before it sends the part
 (`mpk.tasks.messages`). With `control` the word behind the last column of row 0 of rank 0's part goes to `agreed`: whether the host has
 cancelled, as rank 0 saw it when the step began.
 """
@@ -19,20 +19,20 @@ from mpk.tasks.packing import PANEL, panels_of
 
 class AllReduce(TaskKind):
     name = "all_reduce"
-    operands = ("part", "x", "agreed")
+    operands = ("part", "x", "agreed", "residual")
     follows = "part"
 
     def tiles(self, op: Operator, graph: TensorGraph) -> int:
         return panels_of(int(op.attrs["n"]))
 
     def buffers(self, op: Operator, graph: TensorGraph) -> dict[str, str]:
-        return {"part": op.inputs[0], **dict(zip(("x", "agreed"), op.outputs, strict=False))}
+        return {"part": op.inputs[0], **dict(zip(("x", "agreed"), op.outputs, strict=False)), **dict(zip(("residual",), op.inputs[1:], strict=False))}
 
     def reads(self, op: Operator, graph: TensorGraph, begin: int, end: int) -> tuple[Region, ...]:
         first, last, n = begin * PANEL, min(end * PANEL, int(op.attrs["n"])), int(op.attrs["n"])
         control = bool(op.attrs["control"]) and last == n
         regions = (Region(op.inputs[0], first, last + CONTROL_COLUMNS * control),)
-        return (*regions, Region(op.outputs[0], first, last)) if op.attrs["residual"] else regions
+        return (*regions, Region(op.inputs[1], first, last)) if op.attrs["residual"] else regions
 
     def writes(self, op: Operator, graph: TensorGraph, begin: int, end: int) -> tuple[Region, ...]:
         first, last, n = begin * PANEL, min(end * PANEL, int(op.attrs["n"])), int(op.attrs["n"])

@@ -31,6 +31,7 @@ struct Context {
   int64_t logits_out_positions;
   int64_t* token_ns;        // [max_batch][max_context] time at which a generated token was published, or null
   const int32_t* cancel;    // set by the host while the program runs: stop after this step
+  int64_t flagged_stride;   // CUDA back end: bytes between the two copies of flagged buffers
   int32_t max_batch, max_rows, max_context, max_pages, num_pages;
   int32_t rank, ranks;      // of this program among those that share the model
   const uint64_t* peers;    // [ranks] addresses of every rank's peer memory, see peer.hpp; null where there is one rank
