@@ -70,6 +70,7 @@ struct SliceInput {
 #pragma unroll
       for (int i = 0; i < each; ++i) {
         const float4* weights = reinterpret_cast<const float4*>(norm + first + (i * 32 + b.lane) * 8);
+        g[i][0] = g[i][1] = float4{};  // on every path: else registers hold what they held, all through the program
         if (from(i) != nullptr) g[i][0] = __ldg(weights), g[i][1] = __ldg(weights + 1);
       }
     }
