@@ -48,6 +48,7 @@ def opened(chromium: Any, large: list[Timeline], tmp_path_factory: pytest.TempPa
 @pytest.fixture
 def page(opened: Any) -> Iterator[Any]:
     """The page as it is after opening; nothing may complain while a test uses it."""
+    opened.front()
     opened.evaluate("mpkPage.search.set(''), mpkPage.current && mpkPage.select(mpkPage.current, -1), mpkPage.setView(0, mpkPage.whole), window.scrollTo(0, 0)")
     opened.evaluate("mpkPage.panels[0].rows.focus({preventScroll: true})")
     opened.settle()
@@ -187,6 +188,18 @@ def test_pointing_at_a_span_tells_what_it_is_and_what_it_waited_for(page: Any) -
     page.key("c")
     assert page.evaluate("mpkPage.panels[0].operator(mpkPage.panels[0].selected).name") == "l5.qkv"
     assert page.evaluate("document.getElementById('detail').innerText").startswith("l5.qkv · task ")
+
+
+def test_the_other_timeline_can_be_aligned_with_a_task(page: Any, large: list[Timeline]) -> None:
+    page.evaluate("mpkPage.search.set('^l40.o$'), mpkPage.search.step(1), mpkPage.search.set('')")
+    page.key("a")
+    task = page.evaluate("mpkPage.panels[0].data.task[mpkPage.panels[0].selected]")
+    begins = [int(t.spans["begin_ns"][(t.spans["task"] == task) & (t.spans["phase"] == 0) & (t.spans["role"] == 0)][0]) for t in large]
+    assert page.evaluate("mpkPage.panels.map(p => p.shift)") == [0, begins[0] - begins[1]]
+    assert "moved by" in page.evaluate("document.querySelectorAll('.panel h3')[1].innerText")
+    page.evaluate("document.querySelectorAll('.panel h3 button')[0].click()")
+    page.settle()
+    assert page.evaluate("mpkPage.panels[1].shift") == 0
 
 
 def test_the_tables_hold_both_timelines_and_their_differences(page: Any, large: list[Timeline]) -> None:
