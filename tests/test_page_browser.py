@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mpk.simulate.page import write_page
@@ -212,6 +213,25 @@ def test_the_tables_hold_both_timelines_and_their_differences(page: Any, large: 
     assert f"{large[0].duration_ns / 1e6:.3f}" in figures and f"{large[1].duration_ns / 1e6:.3f}" in figures
     assert f"{large[0].duration_ns / 5e6:.2f}" in figures  # times the floor of 5 ms
     assert "wait for weights" in page.evaluate("document.getElementById('idle').innerText")
+
+
+def test_one_of_several_devices_is_shown(chromium: Any, tmp_path: Path) -> None:
+    graph = layered_graph(4, 2)
+    parts = []
+    for device in range(3):
+        spans = list_schedule(graph, seed=device, slower=1.0 + device).spans.copy()
+        spans["device"] = device
+        parts.append(spans)
+    write_page([Timeline(graph, np.concatenate(parts), "simulated", 4, devices=3)], tmp_path / "devices.html")
+    page = chromium.open(tmp_path / "devices.html")
+    page.wait_for(READY)
+    choose = "(c => {{ c.value = '{}'; c.dispatchEvent(new Event('change')) }})(document.getElementById('device'))"
+    page.evaluate(choose.format(1) + ";" + choose.format(2))  # the second choice overtakes the first
+    page.wait_for(f"mpkPage.panels[0].data.end[0] === {int(parts[2]['end_ns'][0])}")
+    page.evaluate(choose.format(1))
+    page.wait_for(f"mpkPage.panels[0].data.count === {len(parts[1])} && mpkPage.panels[0].data.end.at(-1) === {int(parts[1]['end_ns'][-1])}")
+    page.evaluate("mpkPage.search.set('advance')")
+    assert page.evaluate("mpkPage.search.summary") == "1 operator, 1 task, 1 run" and page.complaints() == []
 
 
 def test_dark_screens_and_small_windows_are_served(chromium: Any, tmp_path: Path) -> None:

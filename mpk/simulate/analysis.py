@@ -188,6 +188,9 @@ def waited_for(timeline: Timeline) -> np.ndarray:
     """
     graph, spans = timeline.graph, timeline.spans
     out = np.full(len(spans), -1, np.int32)
+    count = np.array([len(t.waits) for t in graph.tasks], np.int64)
+    events = np.array([e for t in graph.tasks for e in t.waits], np.int64)  # of all tasks, one after the other
+    first = np.cumsum(count) - count
     for device in range(timeline.devices):
         ends = step_ends(timeline, device)
         mine = (spans["device"] == device) & (spans["role"] == CONSUMER) & (spans["task"] >= 0)
@@ -195,12 +198,18 @@ def waited_for(timeline: Timeline) -> np.ndarray:
         done = np.full((len(ends) + 1, len(graph.tasks)), -1, np.int64)
         ran = mine & (spans["phase"] == RUN)
         np.maximum.at(done, (step[ran], spans["task"][ran]), spans["end_ns"][ran])
-        waits = np.flatnonzero(mine & ((spans["phase"] == WAIT_EVENT) | (spans["phase"] == WAIT_PEER)))
         last = _last_producers(graph, done)
-        for i in waits.tolist():
-            at = int(step[i])
-            found = max(((int(done[at, p]), p) for p in (int(last[at, e]) for e in graph.tasks[spans["task"][i]].waits) if p >= 0), default=(-1, -1))
-            out[i] = found[1] if found[0] >= 0 else -1
+        waits = np.flatnonzero(mine & ((spans["phase"] == WAIT_EVENT) | (spans["phase"] == WAIT_PEER)))
+        each = count[spans["task"][waits]]
+        row = np.repeat(np.arange(len(waits)), each)  # one entry for each event that a wait waits for
+        place = np.arange(len(row)) - np.repeat(np.cumsum(each) - each, each) + first[spans["task"][waits]][row]
+        at = step[waits][row]
+        producer = last[at, events[place]]
+        when = np.where(producer >= 0, done[at, producer], -1)
+        order = np.lexsort((producer, when, row))
+        order = order[np.flatnonzero(np.diff(row[order], append=-1))]  # the latest of each wait
+        order = order[when[order] >= 0]
+        out[waits[row[order]]] = producer[order]
     return out
 
 

@@ -100,9 +100,13 @@ class Panel {
   }
 
   async load(device) {
-    this.data = await this.app.store.device(this.index, device);
+    this.device = device;
+    const data = await this.app.store.device(this.index, device);
+    if (this.device !== device) return;  // another one was chosen meanwhile
+    this.data = data;
     this.described = this.timeline.devices[device];
     this.selected = -1;
+    this.found = null;
     this.workers = [];
     this.data.tracks.forEach((track) => {
       (this.workers[track.worker] ??= [null, null, null])[track.role] = track;
