@@ -50,6 +50,15 @@ def test_figures_are_of_one_step_and_one_device() -> None:
     assert (four.run_us, four.active_us, four.bytes, four.gb_s) == (one.run_us, one.active_us, one.bytes, one.gb_s)
 
 
+def test_alike_devices_of_which_one_is_shown_count_once() -> None:
+    graph, tasks = two_workers()
+    rows = [(0, w, CONSUMER, RUN, tasks["l0.down"][w], 0, 1000, 0) for w in (0, 1)]
+    alone, of_eight = timeline(graph, rows), timeline(graph, rows, devices=8)
+    assert analysis.utilisation(of_eight) == analysis.utilisation(alone) == 1.0
+    assert analysis.per_operator(of_eight) == analysis.per_operator(alone)
+    assert analysis.bytes_per_step(of_eight) == analysis.bytes_per_step(alone) == (220_000, 0)
+
+
 def test_shares_of_time_add_up_with_what_no_span_covers() -> None:
     graph, tasks = two_workers()
     a, b = tasks["l0.o"]
@@ -130,6 +139,14 @@ def test_a_trace_becomes_a_timeline_of_the_chosen_steps() -> None:
     assert (t.spans["role"] == CONSUMER).all() and (t.spans["device"] == 0).all()
     everything = measured(graph, trace)
     assert (everything.steps, everything.duration_ns, len(everything.spans)) == (3, 360, sum(map(len, trace)))
+    late = [w.copy() for w in trace]  # a second device, whose clock is ahead by an hour
+    for w in late:
+        w["begin_ns"] += 3600 * 10**9
+        w["end_ns"] += 3600 * 10**9
+    both = measured(graph, [*trace, *late], first=1, steps=2, devices=2)
+    assert both.devices == 2 and both.duration_ns == 250
+    names = ["worker", "phase", "task", "begin_ns", "end_ns"]
+    assert both.spans[both.spans["device"] == 1][names].tolist() == both.spans[both.spans["device"] == 0][names].tolist() == t.spans[names].tolist()
     with pytest.raises(InternalError, match="the trace holds 3 steps, expected 4"):
         measured(graph, trace, first=2, steps=2)
     with pytest.raises(InternalError, match="a trace of 2 workers, expected 2 on each of 2 devices"):

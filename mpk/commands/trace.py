@@ -88,11 +88,11 @@ def _check(option: str, value: int, least: int, most: int | None = None) -> None
 
 def summarise(timeline: Timeline) -> dict[str, Any]:
     """Where the time of a step went, JSON-ready: see `analysis.OperatorTime` for what each figure of an operator says."""
-    moved, source = analysis.traffic(timeline)
+    brought, _ = analysis.bytes_per_step(timeline)
     return {
         "utilisation": round(analysis.utilisation(timeline), 4),
         "idle": {name: round(share, 4) for name, share in analysis.shares(timeline).items() if name != PHASES[0]},
-        "gb_s": round(float(moved.sum()) / timeline.devices / max(timeline.duration_ns, 1), 2), "gb_s_of": source,
+        "gb_s": round(brought * timeline.steps / max(timeline.duration_ns, 1), 2), "gb_s_of": analysis.traffic(timeline)[1],
         "per_operator": {
             row.name: {"kind": row.kind, "tasks": row.tasks, "run_us": round(row.run_us, 2), "wait_us": round(sum(row.wait_us.values()), 2),
                        "waits_us": {PHASES[phase]: round(us, 2) for phase, us in row.wait_us.items()},

@@ -37,6 +37,11 @@ def weight_bytes(graph: SMTaskGraph) -> np.ndarray:
     return np.array([t.cost.weight_bytes for t in graph.tasks], np.int64)
 
 
+def devices_shown(timeline: Timeline) -> int:
+    """How many devices have spans: where all are alike, a simulation may show the first one only."""
+    return int(timeline.spans["device"].max(initial=0)) + 1
+
+
 def covered_ns(begin: np.ndarray, end: np.ndarray) -> int:
     """Length of the union of intervals [begin, end)."""
     if len(begin) == 0:
@@ -76,14 +81,15 @@ def per_operator(timeline: Timeline) -> list[OperatorTime]:
     spans = spans[(spans["role"] == CONSUMER) & (spans["task"] >= 0)]
     took = (spans["end_ns"] - spans["begin_ns"]) / 1e3
     ops = of_task[spans["task"]]
-    scale = 1.0 / (timeline.workers * timeline.devices * timeline.steps)
+    devices = devices_shown(timeline)
+    scale = 1.0 / (timeline.workers * devices * timeline.steps)
     rows = []
     for index, name in enumerate(names):
         mine = ops == index
         if not mine.any():
             continue
         running = spans[mine & (spans["phase"] == RUN)]
-        active = sum(covered_ns(r["begin_ns"], r["end_ns"]) for r in by_device(running, timeline.devices)) / timeline.devices / timeline.steps / 1e3
+        active = sum(covered_ns(r["begin_ns"], r["end_ns"]) for r in by_device(running, devices)) / devices / timeline.steps / 1e3
         tasks = np.unique(running["task"])
         moved = int(weights[tasks].sum())
         waits = {phase: float(took[mine & (spans["phase"] == phase)].sum() * scale) for phase in range(RUN + 1, len(PHASES))}
@@ -102,7 +108,7 @@ def shares(timeline: Timeline, device: int | None = None) -> dict[str, float]:
     spans = timeline.spans[timeline.spans["role"] == CONSUMER]
     if device is not None:
         spans = spans[spans["device"] == device]
-    whole = timeline.duration_ns * timeline.workers * (timeline.devices if device is None else 1)
+    whole = timeline.duration_ns * timeline.workers * (devices_shown(timeline) if device is None else 1)
     if not whole:
         return {**dict.fromkeys(PHASES, 0.0), NOT_TRACED: 1.0}
     took = np.bincount(spans["phase"], weights=(spans["end_ns"] - spans["begin_ns"]).astype(np.float64), minlength=len(PHASES)) / whole
@@ -142,13 +148,15 @@ def traffic(timeline: Timeline) -> tuple[np.ndarray, str]:
     tasks = spans["task"][runs]
     pieces = np.bincount(tasks, minlength=1)[tasks]  # more than one a step where waits inside a task cut its run
     moved = np.zeros(len(spans), np.int64)
-    moved[runs] = weight_bytes(timeline.graph)[tasks] * (timeline.steps * timeline.devices) // np.maximum(pieces, 1)
+    moved[runs] = weight_bytes(timeline.graph)[tasks] * (timeline.steps * devices_shown(timeline)) // np.maximum(pieces, 1)
     return moved, WEIGHTS_OF_TASKS
 
 
-def sent(timeline: Timeline) -> np.ndarray:
-    """Spans in which bytes went to other devices."""
-    return timeline.spans[(timeline.spans["role"] == LINK) & (timeline.spans["bytes"] > 0)]
+def bytes_per_step(timeline: Timeline) -> tuple[int, int]:
+    """What one device brings from memory and sends to other devices in a step."""
+    scale = timeline.steps * devices_shown(timeline)
+    spans = timeline.spans
+    return int(traffic(timeline)[0].sum()) // scale, int(spans["bytes"][spans["role"] == LINK].sum()) // scale
 
 
 def binned(begin: np.ndarray, end: np.ndarray, amount: np.ndarray, edges: np.ndarray) -> np.ndarray:
@@ -191,7 +199,7 @@ def waited_for(timeline: Timeline) -> np.ndarray:
     count = np.array([len(t.waits) for t in graph.tasks], np.int64)
     events = np.array([e for t in graph.tasks for e in t.waits], np.int64)  # of all tasks, one after the other
     first = np.cumsum(count) - count
-    for device in range(timeline.devices):
+    for device in range(devices_shown(timeline)):
         ends = step_ends(timeline, device)
         mine = (spans["device"] == device) & (spans["role"] == CONSUMER) & (spans["task"] >= 0)
         step = np.searchsorted(ends, spans["begin_ns"], side="right")

@@ -7,7 +7,7 @@ function signed(value, words) {
 function showTitle() {
   const parts = manifest.timelines.map((t) => {
     const g = manifest.graphs[t.graph];
-    const devices = t.devices.length > 1 ? ` on ${plural(t.devices.length, "device")}` : "";
+    const devices = t.all_devices > 1 ? ` \u00d7 ${t.all_devices}${t.devices.length < t.all_devices ? " (all alike, one is shown)" : ""}` : "";
     return `${t.label}: ${plural(t.steps, "step")} on ${g.target}${devices}, ${plural(t.workers, t.unit)}, ${whole(t.spans)} spans`;
   });
   document.getElementById("subtitle").textContent = parts.join(" \u00b7 ");
@@ -21,7 +21,7 @@ function showFigures() {
     ["above the floor", (t) => (floor ? t.step_ms / floor : null), (v) => v.toFixed(2), "\u00d7"],
     ["workers running", (t) => t.utilisation, (v) => (100 * v).toFixed(1), "%"],
     ["read from memory", (t) => t.gb_s, (v) => (v >= 1000 ? v / 1000 : v).toFixed(2), (v) => (v >= 1000 ? "TB/s" : "GB/s")],
-    ["bytes a step", (t) => t.bytes, (v) => bytesText(v).split(" ")[0], (v) => bytesText(v).split(" ")[1]],
+    ["bytes a step" + (manifest.timelines.some((t) => t.all_devices > 1) ? " and device" : ""), (t) => t.bytes, (v) => bytesText(v).split(" ")[0], (v) => bytesText(v).split(" ")[1]],
     ["sent to other devices", (t) => t.sent_bytes || null, (v) => bytesText(v).split(" ")[0], (v) => bytesText(v).split(" ")[1]],
   ].filter(([, value]) => manifest.timelines.some((t) => value(t) !== null));
   const box = document.getElementById("figures");
