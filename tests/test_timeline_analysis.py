@@ -36,9 +36,23 @@ def test_time_by_operator_is_per_worker_and_rates_are_per_device_while_it_runs()
     assert [r.name for r in rows] == ["qkv"]
     row = per[0]
     assert (row.kind, row.tasks, row.bytes) == ("linear", 2, 80_000)
-    assert row.run_us == pytest.approx(2.5) and row.wait_us == {WAIT_EVENT: 0.25, WAIT_STEP: pytest.approx(0.2)}
+    assert row.run_us == row.task_us == pytest.approx(2.5) and row.before_us == pytest.approx(0.45) and row.wait_us == {WAIT_EVENT: 0.25, WAIT_STEP: pytest.approx(0.2)}
     assert row.active_us == pytest.approx(4.0)  # from 500 to 4500: not the 2.5 us of the mean worker
     assert row.gb_s == pytest.approx(20.0)
+
+
+def test_waits_for_weights_belong_to_the_task_that_needs_them() -> None:
+    graph, tasks = two_workers()
+    a, b = tasks["l0.gate_up"]
+    told_apart = timeline(graph, [(0, 0, CONSUMER, WAIT_EVENT, a, 0, 100, 0), (0, 0, CONSUMER, WAIT_WEIGHTS, a, 100, 700, 0), (0, 0, CONSUMER, RUN, a, 700, 1000, 0),
+                                  (0, 1, CONSUMER, WAIT_EVENT, b, 0, 100, 0), (0, 1, CONSUMER, RUN, b, 100, 300, 0)])
+    as_traced = timeline(graph, [(0, 0, CONSUMER, WAIT_EVENT, a, 0, 100, 0), (0, 0, CONSUMER, RUN, a, 100, 1000, 0),
+                                 (0, 1, CONSUMER, WAIT_EVENT, b, 0, 100, 0), (0, 1, CONSUMER, RUN, b, 100, 300, 0)])
+    x, y = analysis.per_operator(told_apart)[0], analysis.per_operator(as_traced)[0]
+    assert (x.task_us, x.active_us, x.gb_s, x.before_us) == (y.task_us, y.active_us, y.gb_s, y.before_us) == pytest.approx((0.55, 0.9, 488.9, 0.1), rel=1e-3)
+    assert x.run_us == pytest.approx(0.25) and y.run_us == pytest.approx(0.55)
+    assert analysis.in_tasks(told_apart) == analysis.in_tasks(as_traced) == pytest.approx(0.55)
+    assert analysis.knows_waits_inside(told_apart) and not analysis.knows_waits_inside(as_traced)
 
 
 def test_figures_are_of_one_step_and_one_device() -> None:

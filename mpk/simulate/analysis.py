@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpk.simulate.timeline import CONSUMER, LINK, LOADER, PHASES, RUN, WAIT_EVENT, WAIT_PEER, Timeline
+from mpk.simulate.timeline import CONSUMER, LINK, LOADER, PHASES, RUN, WAIT_EVENT, WAIT_PEER, WAIT_WEIGHTS, Timeline
 
 if TYPE_CHECKING:
     from mpk.graph.sm_task_graph import SMTaskGraph
@@ -53,23 +53,35 @@ def covered_ns(begin: np.ndarray, end: np.ndarray) -> int:
     return int(reach[-1] - begin[0] - gaps.sum())
 
 
+# What happens inside a task, from the moment its events have come to its end. A measured trace has all of it as RUN; a simulated one
+# tells the waits for weights and peers apart. So what both are compared by is the whole.
+INSIDE = (RUN, WAIT_WEIGHTS, WAIT_PEER)
+
+
 @dataclass
 class OperatorTime:
     """One row of the table by operator; times are microseconds of one step.
 
-    `run_us`: what an average worker runs tasks of it. `wait_us`: what it waits before them, by cause (index of `PHASES`). `active_us`: how
-    long at least one worker of a device runs it. `bytes`: weights it reads in a step, per device. `gb_s`: those per second of
-    `active_us`; weights that were fetched ahead count where they are used, so that a short operator may exceed the memory's bandwidth.
+    `task_us`: what an average worker spends in tasks of it (`INSIDE`); `run_us`: without waits inside tasks, as far as these are known.
+    `wait_us`: all its waits, by cause (index of `PHASES`). `active_us`: how long at least one worker of a device is in a task of it.
+    `bytes`: weights it reads in a step, per device. `gb_s`: those per second of `active_us`; weights that were fetched ahead count where
+    they are used, so that a short operator may exceed the memory's bandwidth.
     """
 
     name: str
     kind: str
     tasks: int
+    task_us: float
     run_us: float
     active_us: float
     bytes: int
     gb_s: float
     wait_us: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def before_us(self) -> float:
+        """Waits before tasks: for events and for the step."""
+        return sum(us for phase, us in self.wait_us.items() if phase not in INSIDE)
 
 
 def per_operator(timeline: Timeline) -> list[OperatorTime]:
@@ -81,6 +93,7 @@ def per_operator(timeline: Timeline) -> list[OperatorTime]:
     spans = spans[(spans["role"] == CONSUMER) & (spans["task"] >= 0)]
     took = (spans["end_ns"] - spans["begin_ns"]) / 1e3
     ops = of_task[spans["task"]]
+    inside = np.isin(spans["phase"], INSIDE)
     devices = devices_shown(timeline)
     scale = 1.0 / (timeline.workers * devices * timeline.steps)
     rows = []
@@ -88,13 +101,13 @@ def per_operator(timeline: Timeline) -> list[OperatorTime]:
         mine = ops == index
         if not mine.any():
             continue
-        running = spans[mine & (spans["phase"] == RUN)]
-        active = sum(covered_ns(r["begin_ns"], r["end_ns"]) for r in by_device(running, devices)) / devices / timeline.steps / 1e3
-        tasks = np.unique(running["task"])
+        busy = spans[mine & inside]
+        active = sum(covered_ns(r["begin_ns"], r["end_ns"]) for r in by_device(busy, devices)) / devices / timeline.steps / 1e3
+        tasks = np.unique(busy["task"])
         moved = int(weights[tasks].sum())
-        waits = {phase: float(took[mine & (spans["phase"] == phase)].sum() * scale) for phase in range(RUN + 1, len(PHASES))}
-        rows.append(OperatorTime(name, kinds[name], len(tasks), float(took[mine & (spans["phase"] == RUN)].sum() * scale), active, moved,
-                                 moved / active / 1e3 if active else 0.0, {p: us for p, us in waits.items() if us}))
+        times = {phase: float(took[mine & (spans["phase"] == phase)].sum() * scale) for phase in range(len(PHASES))}
+        rows.append(OperatorTime(name, kinds[name], len(tasks), sum(times[p] for p in INSIDE), times[RUN], active, moved,
+                                 moved / active / 1e3 if active else 0.0, {p: us for p, us in times.items() if us and p != RUN}))
     return rows
 
 
@@ -120,6 +133,17 @@ def shares(timeline: Timeline, device: int | None = None) -> dict[str, float]:
 def utilisation(timeline: Timeline) -> float:
     """Share of the time of all consumers in which they run tasks."""
     return shares(timeline)[PHASES[RUN]]
+
+
+def in_tasks(timeline: Timeline) -> float:
+    """Share of the time of all consumers that they spend in tasks (`INSIDE`)."""
+    found = shares(timeline)
+    return sum(found[PHASES[phase]] for phase in INSIDE)
+
+
+def knows_waits_inside(timeline: Timeline) -> bool:
+    """Whether the timeline tells what tasks wait for weights and peers; else that is part of their runs."""
+    return bool(np.isin(timeline.spans["phase"], (WAIT_WEIGHTS, WAIT_PEER)).any())
 
 
 def step_ends(timeline: Timeline, device: int = 0) -> np.ndarray:

@@ -64,7 +64,7 @@ def write_png(timelines: Sequence[Timeline], path: Path | str, *, device: int = 
             rows = figure.add_subplot(grid[2 * index + 1, 0], sharex=first)
             _curves(curve, timeline, device, fastest, scale)
             curve.set_title(f"{label}: {timeline.duration_ns / timeline.steps / 1e6:.3f} ms a step, "
-                            f"{100 * analysis.utilisation(timeline):.1f} % of the time running", loc="left", fontsize=8)
+                            f"{100 * analysis.in_tasks(timeline):.1f} % of the time in tasks", loc="left", fontsize=8)
             _rows(rows, timeline, device, names, scale)
             _idle(figure.add_subplot(grid[2 * index : 2 * index + 2, 1]), timeline)
         first.set_xlim(0, longest / scale)
@@ -78,7 +78,7 @@ def _order(timelines: Sequence[Timeline]) -> list[str]:
     total: dict[str, float] = {}
     for timeline in timelines:
         for row in analysis.per_operator(timeline):
-            total[row.name] = total.get(row.name, 0.0) + row.run_us
+            total[row.name] = total.get(row.name, 0.0) + row.task_us
     return sorted(total, key=lambda name: -total[name])
 
 
@@ -92,10 +92,11 @@ def raster(timeline: Timeline, device: int, columns: int, names: Sequence[str]) 
     kinds = np.unique(code)
     out = np.full((timeline.workers, columns), -9)
     for worker in range(timeline.workers):
-        mine = spans["worker"] == worker
+        mine = np.flatnonzero(spans["worker"] == worker)
+        own, codes = spans[mine], code[mine]
         cover = np.zeros((len(kinds), columns))
         for row, kind in enumerate(kinds):
-            s = spans[mine & (code == kind)]
+            s = own[codes == kind]
             if len(s):
                 cover[row] = analysis.binned(s["begin_ns"], s["end_ns"], (s["end_ns"] - s["begin_ns"]).astype(np.float64), edges)
         best = kinds[np.argmax(cover, axis=0)]
