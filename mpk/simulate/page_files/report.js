@@ -1,7 +1,8 @@
 // What the page says in words and tables: critical numbers, legend, idle time by cause, time by operator.
 
 function signed(value, words) {
-  return (value >= 0 ? "+" : "\u2212") + words(Math.abs(value));
+  const text = words(Math.abs(value));
+  return /[1-9]/.test(text) ? (value > 0 ? "+" : "\u2212") + text : text;  // nothing is neither more nor less
 }
 
 function showTitle() {
