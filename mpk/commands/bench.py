@@ -14,7 +14,7 @@ import numpy as np
 import typer
 
 from mpk.commands import decode_plan
-from mpk.commands.common import check_writable, engine_for_timing, print_json, require_complete, writing
+from mpk.commands.common import build, check_writable, print_json, require_complete, writing
 from mpk.commands.peers import PEERS, peer_system
 from mpk.errors import RequestError
 
@@ -33,7 +33,7 @@ def command(
     target: Annotated[str, typer.Option(help="auto, cpp, or another target that `mpk targets` lists.")] = "auto",
     batch: Annotated[str, typer.Option(help="Sequences in a step; several separated by commas.")] = "1",
     context: Annotated[str, typer.Option(help="Mean context of the measured steps in tokens; several separated by commas.")] = "512",
-    tp: Annotated[int, typer.Option(help="Devices that share the model.")] = 1,
+    tp: Annotated[int, typer.Option(help="Devices that share the model (on cpp: groups of threads), 1 to 8.")] = 1,
     dtype: Annotated[str, typer.Option(help="Type of weights and key-value cache: bf16 or f32.")] = "bf16",
     workers: Annotated[int | None, typer.Option(help="Worker threads or SMs (default: all of the target).")] = None,
     repeats: Annotated[int, typer.Option(help="Generations measured for each line.")] = 3,
@@ -104,7 +104,7 @@ def floor_bytes(config: DecoderConfig, dtype: str, batch: int, context: int) -> 
 
 
 def _mpk(compiler: Any, loaded: LoadedModel, plans: Mapping[tuple[int, int], DecodePlan], quiet: bool) -> System:
-    engine = engine_for_timing(compiler, loaded, quiet)
+    engine, _ = build(compiler, loaded, quiet)
     instance = engine.create_instance(max_batch=max(b for b, _ in plans), max_context=max(plan.context for plan in plans.values()))
     rng = np.random.default_rng(0)
 

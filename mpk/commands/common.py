@@ -13,7 +13,6 @@ from mpk.errors import ModelError, RequestError
 
 if TYPE_CHECKING:
     from mpk.compiler import Compiler, Progress
-    from mpk.frontend import LoadedModel
     from mpk.graph.sm_task_graph import SMTaskGraph
     from mpk.runtime.engine import Engine
     from mpk.runtime.request import GenerateResult
@@ -81,15 +80,3 @@ def build(compiler: Compiler, model: Any, quiet: bool) -> tuple[Engine, SMTaskGr
         graph = compiler.lower_model(model)
         report("lower the model to a task graph", 1, 1)
         return compiler.build(graph, progress=report), graph
-
-
-def engine_for_timing(compiler: Compiler, loaded: LoadedModel, quiet: bool) -> Any:
-    """The engine of a model whose answers do not matter; on a GPU, random weights are made there, since 8 billion of them take minutes on the host."""
-    from mpk.models.shapes import RandomWeights
-
-    if compiler.target.backend != "cuda" or not isinstance(loaded.source, RandomWeights):
-        return build(compiler, loaded, quiet)[0]
-    from mpk.runtime.cuda_engine import build_cuda_engine
-
-    return build_cuda_engine(compiler.lower_model(loaded), loaded.source, pipelining=compiler.enable_cross_op_pipelining,
-                             random_seed=loaded.source.seed + 1)

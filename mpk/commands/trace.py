@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from mpk.commands import decode_plan
-from mpk.commands.common import DEFAULT_MODEL, check_writable, engine_for_timing, print_json, require_complete, writing
+from mpk.commands import communication, decode_plan
+from mpk.commands.common import DEFAULT_MODEL, build, check_writable, print_json, require_complete, writing
 from mpk.errors import RequestError
 from mpk.simulate import analysis
 from mpk.simulate.timeline import PHASES
@@ -29,6 +29,7 @@ def command(
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
     context: Annotated[int, typer.Option(help="Prompt tokens before the traced steps.")] = 64,
     steps: Annotated[int, typer.Option(help="Decode steps to trace.")] = 8,
+    tp: Annotated[int, typer.Option(help="Devices that share the model (on cpp: groups of threads), 1 to 8.")] = 1,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
 ) -> None:
     """Trace every task and wait of every worker; off everywhere else, so that nothing pays for it."""
@@ -41,7 +42,7 @@ def command(
     _check("--batch", batch, 1, 16)
     _check("--context", context, 1)
     _check("--steps", steps, 1)
-    compiler = Compiler(target, dtype=dtype, workers=workers, max_batch=batch)
+    compiler = Compiler(target, tensor_parallel_size=tp, dtype=dtype, workers=workers, max_batch=batch)
     compiler.require_device()
     if png is not None:
         plot.require()
@@ -53,7 +54,7 @@ def command(
     if plan.context > loaded.config.max_context:
         raise RequestError(f"--context {context} and --steps {steps}", actual=f"{plan.context} tokens",
                            expected=f"at most {loaded.config.max_context} with the tokens that follow (the model's context)")
-    engine = engine_for_timing(compiler, loaded, quiet=json)
+    engine, _ = build(compiler, loaded, quiet=json)
     graph = engine.graph
     instance = engine.create_instance(max_batch=batch, max_context=plan.context,
                                       trace_spans=4 * max(len(q) for q in graph.queues) * (plan.prompt_steps + steps))
@@ -61,20 +62,22 @@ def command(
     prompts = rng.integers(0, loaded.config.vocab_size, size=(batch, context))
     result = instance.generate(prompts, max_new_tokens=plan.new_tokens, stop_tokens=[])
     require_complete(result)
-    timeline = measured(graph, instance.spans(), plan.prompt_steps, steps)
+    timeline = measured(graph, instance.spans(), plan.prompt_steps, steps, devices=tp)
     with writing("--output", output):
         perfetto.write([timeline], output)
     if html is not None:
         title = f"{loaded.name} on {graph.target}, batch {batch}, context {context}"
-        floor_ms = floor_bytes(loaded.config, dtype, batch, context + steps // 2) / compiler.target.bandwidth.value / 1e6
+        floor_ms = floor_bytes(loaded.config, dtype, batch, context + steps // 2) / compiler.target.bandwidth.value / 1e6 / tp
         with writing("--html", html):
             page.write_page([timeline], html, title=title, floor_ms=floor_ms)
     if png is not None:
         with writing("--png", png):
             plot.write_png([timeline], png)
-    report = {"model": loaded.name, "target": graph.target, "batch": batch, "context": context, "steps": steps,
+    report = {"model": loaded.name, "target": graph.target, "batch": batch, "context": context, "steps": steps, "tp": tp,
               "ms_per_token": timeline.duration_ns / steps / 1e6, "trace": str(output), "html": html and str(html), "png": png and str(png),
               **summarise(timeline)}
+    if tp > 1:
+        report["communication"] = communication.report(timeline)
     if json:
         print_json(report)
     else:
@@ -113,3 +116,7 @@ def _print(report: dict[str, Any]) -> None:
         table.add_row(name, *(f"{row[key]:.1f}" for key in ("task_us", "wait_us", "active_us", "gb_s")))
     console.print(table)
     console.print("a step, all layers; of an average worker; active: while any worker is in a task of it")
+    if "communication" in report:
+        c = report["communication"]
+        console.print(f"{c['messages']} messages a step: {c['all_reduce_exposed_us']:.2f} us exposed a sum over ranks (median), {c['exposed_us_per_step']:.1f} us "
+                      f"in all, {100 * c['hidden_share']:.0f} % of the time under way hidden")
