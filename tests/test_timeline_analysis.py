@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpk.errors import InternalError
-from mpk.graph.sm_task_graph import SMTaskGraph
+from mpk.graph.sm_task_graph import Buffer, Region, SMTaskGraph
 from mpk.simulate import analysis
 from mpk.simulate.measured import measured
-from mpk.simulate.timeline import CONSUMER, LOADER, RUN, SPAN, WAIT_EVENT, WAIT_STEP, WAIT_WEIGHTS, Timeline
+from mpk.simulate.timeline import CONSUMER, LOADER, RUN, SPAN, WAIT_EVENT, WAIT_PEER, WAIT_STEP, WAIT_WEIGHTS, Timeline
 from tests.support.timelines import layered_graph, list_schedule
 
 RAW = np.dtype([("task", np.int32), ("phase", np.int32), ("begin_ns", np.int64), ("end_ns", np.int64)])
@@ -174,3 +174,14 @@ def test_a_first_task_that_waits_for_events_too_has_a_wait_of_each_cause() -> No
     one = raw([(e0, 1, 0, 10), (e0, 1, 10, 25), (e0, 0, 25, 30), (advance, 0, 30, 40), (e0, 1, 40, 50), (e0, 1, 50, 60), (e0, 0, 60, 70), (advance, 0, 70, 80)])
     t = measured(graph, [one, raw([])])
     assert t.spans["phase"].tolist() == [WAIT_STEP, WAIT_EVENT, RUN, RUN] * 2
+
+
+def test_a_task_that_reads_what_devices_send_waits_for_a_peer() -> None:
+    graph, tasks = two_workers()
+    e0, q0, advance = tasks["embed"][0], tasks["l0.qkv"][0], tasks["advance"][0]
+    graph.buffers["parts"] = Buffer("parts", 4, "tokens", "peer", 4)
+    graph.tasks[q0].reads = (Region("parts", 0, 4),)
+    one = raw([(e0, 1, 0, 10), (e0, 0, 10, 20), (q0, 1, 20, 50), (q0, 0, 50, 60), (advance, 0, 60, 70)])
+    t = measured(graph, [one, raw([])])
+    assert t.spans["phase"].tolist() == [WAIT_STEP, RUN, WAIT_PEER, RUN, RUN]
+    assert analysis.per_operator(t)[1].task_us == pytest.approx(0.02)  # 40 ns by one of two workers

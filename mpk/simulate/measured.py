@@ -9,7 +9,7 @@ import numpy as np
 
 from mpk.errors import InternalError
 from mpk.graph.order import STEP_EVENT
-from mpk.simulate.timeline import CONSUMER, RUN, SPAN, WAIT_EVENT, WAIT_STEP, Timeline
+from mpk.simulate.timeline import CONSUMER, RUN, SPAN, WAIT_EVENT, WAIT_PEER, WAIT_STEP, Timeline
 
 if TYPE_CHECKING:
     from mpk.graph.sm_task_graph import SMTaskGraph
@@ -21,18 +21,19 @@ def measured(graph: SMTaskGraph, spans: Sequence[np.ndarray], first: int = 0, st
     `spans`: one array a worker, the workers of device 0 first, with fields `task`, `phase` (0 run, else wait), `begin_ns`, `end_ns` (one
     clock a device: each device's chosen steps begin at 0). A step lasts from the end of one `advance` to the end of the next, the first one
     from the first span; spans that reach beyond the chosen steps are cut there. A worker's wait before the first task of its queue, which the
-    program records apart from the task's own waits, is a wait for the step; all others are waits for events. What a task waits while it
-    runs, for weights or for parts from other devices, is not in a trace. Raises `InternalError` where the trace does not hold these
+    program records apart from the task's own waits, is a wait for the step; other waits are for a peer where the task reads what devices
+    send one another, else for events. What a task waits while it runs, for weights or (on threads) for a peer, is not in a trace. Raises `InternalError` where the trace does not hold these
     steps (its buffer was too small).
     """
     workers = graph.num_workers
     if len(spans) != workers * devices:
         raise InternalError(f"a trace of {len(spans)} workers, expected {workers} on each of {devices} devices")
+    receives = np.array([any(graph.buffers[r.buffer].kind == "peer" for r in t.reads) for t in graph.tasks])
     parts: list[np.ndarray] = []
     for device in range(devices):
         own = spans[device * workers : (device + 1) * workers]
         begin, end, count = _window(graph, own, first, steps)
-        parts += [_worker(graph, w, device, worker, begin, end) for worker, w in enumerate(own)]
+        parts += [_worker(graph, w, device, worker, begin, end, receives) for worker, w in enumerate(own)]
     return Timeline(graph, np.concatenate(parts), "measured", workers, devices, count)
 
 
@@ -47,14 +48,14 @@ def _window(graph: SMTaskGraph, spans: Sequence[np.ndarray], first: int, steps: 
     return begin, int(ends[first + wanted - 1]), wanted
 
 
-def _worker(graph: SMTaskGraph, spans: np.ndarray, device: int, worker: int, begin: int, end: int) -> np.ndarray:
+def _worker(graph: SMTaskGraph, spans: np.ndarray, device: int, worker: int, begin: int, end: int, receives: np.ndarray) -> np.ndarray:
     kept = spans[(spans["end_ns"] > begin) & (spans["begin_ns"] < end)]
     out = np.zeros(len(kept), SPAN)
     out["device"], out["worker"], out["role"], out["task"] = device, worker, CONSUMER, kept["task"]
     out["begin_ns"] = np.maximum(kept["begin_ns"], begin) - begin
     out["end_ns"] = np.minimum(kept["end_ns"], end) - begin
     waits = kept["phase"] != RUN
-    out["phase"] = np.where(waits, WAIT_EVENT, RUN)
+    out["phase"] = np.where(waits, np.where(receives[kept["task"]], WAIT_PEER, WAIT_EVENT), RUN)
     queue = graph.queues[worker]
     if queue:
         # the program records the wait for the step under the queue's first task; where that task waits for events too, a second wait follows
