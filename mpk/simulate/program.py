@@ -1,0 +1,117 @@
+"""The graph as the simulator's core takes it: one record a task with its times, in the order of the queues, and the machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpk.errors import GraphError
+from mpk.graph.order import STEP_EVENT
+from mpk.graph.sm_task_graph import SMTaskGraph
+from mpk.simulate.machine import KindCost, Machine
+from mpk.simulate.work import CHUNK_BYTES, Step, Work, table
+from mpk.tasks.base import load_kinds
+
+PREFETCHES, OPENS = 1, 2  # Flags of core.hpp
+PS = 1_000_000  # picoseconds of a microsecond
+
+# The structures of core.hpp.
+TASK = np.dtype([*((n, np.int64) for n in ("earliest", "start", "stage", "group", "end", "chunk", "link_bytes")),
+                 *((n, np.int32) for n in ("stages", "stage_bytes", "group_stages", "chunks", "chunk_bytes", "flags", "wait_begin", "wait_count",
+                                           "signal_begin", "signal_count"))])
+MACHINE = np.dtype([*((n, np.float64) for n in ("memory_ps_per_byte", "port_ps_per_byte", "link_ps_per_byte", "queue_share")),
+                    *((n, np.int64) for n in ("memory_latency", "issue", "event", "poll", "fence", "step", "link_latency")),
+                    *((n, np.int32) for n in ("workers", "events", "waits", "tasks", "steps", "step_event", "ring_stages", "flight", "idle_flight",
+                                              "window", "pipelining", "fence_drains"))])
+RECORD = np.dtype([*((n, np.int64) for n in ("arrived", "ready", "begun", "ended", "published", "starved", "peer", "load_begun", "load_ended")),
+                   ("cause", np.int32), ("unused", np.int32)])
+
+
+@dataclass(frozen=True)
+class Program:
+    """`tasks`: TASK in queue order, `ids`: their task ids; `begin`: int32 [workers + 1]; `work`: by task id, columns as `Work`."""
+
+    machine: np.ndarray
+    tasks: np.ndarray
+    ids: np.ndarray
+    begin: np.ndarray
+    waits: np.ndarray
+    signals: np.ndarray
+    thresholds: np.ndarray
+    shares: np.ndarray
+    work: np.ndarray
+
+    def column(self, name: str) -> np.ndarray:
+        """int64 [tasks], one field of `Work` by task id; "memory_bytes": all bytes from device memory."""
+        if name == "memory_bytes":
+            return self.column("stages") * self.column("stage_bytes") + self.column("direct")
+        return self.work[:, Work._fields.index(name)]
+
+
+def build(graph: SMTaskGraph, machine: Machine, step: Step, steps: int, pipelining: bool = True) -> Program:
+    """Raises `GraphError` for a graph that was not scheduled."""
+    ids = np.array([t for q in graph.queues for t in q], np.int32)
+    if len(ids) != len(graph.tasks) or not graph.tasks:
+        raise GraphError("a graph without queues", expected="every task in one queue", remedy="lower it with Compiler.lower_model")
+    work = table(graph, machine.target, step)
+    tasks = np.zeros(len(ids), TASK)
+    _times(tasks, graph, machine, ids, work)
+    waits = [e for t in ids for e in graph.tasks[t].waits]
+    signals = [e for t in ids for e in graph.tasks[t].signals]
+    for name, values in (("wait", [len(graph.tasks[t].waits) for t in ids]), ("signal", [len(graph.tasks[t].signals) for t in ids])):
+        tasks[f"{name}_count"] = values
+        tasks[f"{name}_begin"] = np.cumsum([0, *values[:-1]])
+    begin = np.cumsum([0, *(len(q) for q in graph.queues)]).astype(np.int32)
+    return Program(_machine(graph, machine, len(waits), steps, pipelining), tasks, ids, begin, np.array(waits, np.int32), np.array(signals, np.int32),
+                   np.array([e.threshold for e in graph.events], np.int32), machine.shares(graph.num_workers), work)
+
+
+def _times(tasks: np.ndarray, graph: SMTaskGraph, machine: Machine, ids: np.ndarray, work: np.ndarray) -> None:
+    """Fill everything but waits and signals."""
+    rows_of = [Work(*row) for row in work[ids].tolist()]
+    kinds = [graph.tasks[t].kind for t in ids]
+    costs: dict[tuple[str, int], KindCost] = {}
+    early = {name for name, kind in load_kinds().items() if kind.cuda_form == "stages"} if machine.target.kernel else set()
+    known: dict[tuple[str, Work], tuple[int, ...]] = {}
+    for i, (kind, w) in enumerate(zip(kinds, rows_of, strict=True)):
+        key = (kind, w)
+        if key not in known:
+            cost = costs.setdefault((kind, w.rows), machine.cost(kind, w.rows))
+            known[key] = _one(cost, w, kind in early)
+        tasks[i] = known[key]
+
+
+def _one(cost: KindCost, w: Work, streams: bool) -> tuple[int, ...]:
+    chunks = -(-w.direct // CHUNK_BYTES)
+    chunk_bytes = -(-w.direct // chunks) if chunks else 0
+    computing = cost.mflop * w.flops / 1e6
+    stage = cost.stage + cost.stage_kb * w.stage_bytes / 1024 + cost.stage_row * (w.rows - 1)
+    chunk = cost.load_kb * chunk_bytes / 1024
+    end = cost.end + cost.end_row * (w.rows - 1) + cost.end_kb * w.written / 1024
+    if w.stages:
+        stage += computing / w.stages
+    elif chunks:
+        chunk += computing / chunks
+    else:
+        end += computing
+    start = cost.start + cost.start_kb * w.read / 1024
+    flags = (PREFETCHES if cost.prefetches else 0) | (OPENS if w.stages and (w.tiles > 1 or not streams) else 0)  # as linear/cuda.cuh does
+    return (0, *(round(t * PS) for t in (start, stage, cost.group, end, chunk)), w.link, w.stages, w.stage_bytes, w.group, chunks, chunk_bytes, flags, 0, 0, 0, 0)
+
+
+def _machine(graph: SMTaskGraph, machine: Machine, waits: int, steps: int, pipelining: bool) -> np.ndarray:
+    worker, plan = machine.worker, machine.target.kernel
+    m = np.zeros(1, MACHINE)
+    values: dict[str, float] = {
+        "memory_ps_per_byte": 1e3 / machine.bandwidth_gb_s, "port_ps_per_byte": 1e3 / worker.port_gb_s,
+        "link_ps_per_byte": 1e3 / machine.link.bandwidth_gb_s if machine.link.bandwidth_gb_s else 0.0, "queue_share": worker.queue_share,
+        "memory_latency": worker.latency_us * PS, "issue": worker.issue_us * PS, "event": worker.event_us * PS, "poll": worker.poll_us * PS,
+        "fence": worker.fence_us * PS, "step": worker.step_us * PS, "link_latency": machine.link.latency_us * PS,
+        "workers": graph.num_workers, "events": len(graph.events), "waits": waits, "tasks": len(graph.tasks), "steps": steps,
+        "step_event": STEP_EVENT if graph.tasks[-1].kind == "advance" and graph.events else -1,
+        "ring_stages": plan.stages if plan else 1, "flight": plan.flight_bytes if plan else 1, "idle_flight": plan.flight_idle_bytes if plan else 1,
+        "window": worker.window_kb * 1024, "pipelining": pipelining, "fence_drains": worker.fence_drains}
+    for name, value in values.items():
+        m[name] = round(value) if np.issubdtype(MACHINE[name], np.integer) else value
+    return m
