@@ -26,8 +26,8 @@ class KindCost:
 
     `start`: from the events to the first stage, with the input fetched (`start_kb` more per KB of input). `stage`: a stage of weights
     used up (`stage_kb` per KB of it, `stage_row` per row above the first). `group`: after a group of stages. `end`: from the last stage
-    to the end (`end_row` per row above the first, `end_kb` per KB written). `load_kb`: a KB that the consumer loads itself. `mflop`: a
-    million operations, for kinds that no stage carries. `prefetches`: its own loads begin before its events have come.
+    to the end (`end_row` per row above the first, `end_kb` per KB written). `load_kb`: a KB that the consumer loads itself.
+    `prefetches`: its own loads begin before its events have come.
     """
 
     name: str = "default"
@@ -42,7 +42,6 @@ class KindCost:
     end_row: float = 0.0
     end_kb: float = 0.0
     load_kb: float = 0.0
-    mflop: float = 0.0
     prefetches: bool = False
 
 
@@ -100,6 +99,7 @@ class Machine:
     kinds: tuple[KindCost, ...]
     launch: LaunchCost = field(default_factory=LaunchCost)
     link: LinkCost = field(default_factory=LinkCost)
+    l2_mb: float = 0.0  # activations that fit stay there
     costs: str = ""  # where the costs come from, for reports
 
     def cost(self, kind: str, rows: int) -> KindCost:
@@ -136,7 +136,7 @@ def machine(target: Target | str) -> Machine:
         worker = replace(worker, port_gb_s=described.worker_bandwidth.value)
     launch = LaunchCost(**{k: float(v["value"]) for k, v in data.get("launch", {}).items()})
     link = LinkCost(**{k: float(v["value"]) for k, v in data.get("link", {}).items() if k in {f.name for f in fields(LinkCost)}})
-    return Machine(described.name, described, described.bandwidth.value, worker, kinds, launch, link, costs.source)
+    return Machine(described.name, described, described.bandwidth.value, worker, kinds, launch, link, float(section["l2_mb"]["value"]), costs.source)
 
 
 def _scaled(cost: KindCost, factor: float) -> KindCost:

@@ -45,16 +45,20 @@ class Program:
     def column(self, name: str) -> np.ndarray:
         """int64 [tasks], one field of `Work` by task id; "memory_bytes": all bytes from device memory."""
         if name == "memory_bytes":
-            return self.column("stages") * self.column("stage_bytes") + self.column("direct")
+            return self.column("stages") * self.column("stage_bytes") + self.column("direct") + self.column("spilled")
         return self.work[:, Work._fields.index(name)]
 
 
-def build(graph: SMTaskGraph, machine: Machine, step: Step, steps: int, pipelining: bool = True) -> Program:
-    """Raises `GraphError` for a graph that was not scheduled."""
+def build(graph: SMTaskGraph, machine: Machine, step: Step, steps: int, pipelining: bool = True, spilling: bool | None = None) -> Program:
+    """`spilling`: activations go through device memory (default: if they do not fit the machine's L2).
+
+    Raises `GraphError` for a graph that was not scheduled."""
     ids = np.array([t for q in graph.queues for t in q], np.int32)
     if len(ids) != len(graph.tasks) or not graph.tasks:
         raise GraphError("a graph without queues", expected="every task in one queue", remedy="lower it with Compiler.lower_model")
-    work = table(graph, machine.target, step)
+    if spilling is None:
+        spilling = graph.arena_bytes * step.batch / graph.max_rows > machine.l2_mb * 1e6
+    work = table(graph, machine.target, step, spilling)
     tasks = np.zeros(len(ids), TASK)
     _times(tasks, graph, machine, ids, work)
     waits = [e for t in ids for e in graph.tasks[t].waits]
@@ -68,31 +72,32 @@ def build(graph: SMTaskGraph, machine: Machine, step: Step, steps: int, pipelini
 
 
 def _times(tasks: np.ndarray, graph: SMTaskGraph, machine: Machine, ids: np.ndarray, work: np.ndarray) -> None:
-    """Fill everything but waits and signals."""
-    rows_of = [Work(*row) for row in work[ids].tolist()]
-    kinds = [graph.tasks[t].kind for t in ids]
-    costs: dict[tuple[str, int], KindCost] = {}
-    early = {name for name, kind in load_kinds().items() if kind.cuda_form == "stages"} if machine.target.kernel else set()
-    known: dict[tuple[str, Work], tuple[int, ...]] = {}
-    for i, (kind, w) in enumerate(zip(kinds, rows_of, strict=True)):
-        key = (kind, w)
-        if key not in known:
-            cost = costs.setdefault((kind, w.rows), machine.cost(kind, w.rows))
-            known[key] = _one(cost, w, kind in early)
-        tasks[i] = known[key]
+    """Fill everything but waits and signals: equal work of one kind takes equal time."""
+    names = sorted({t.kind for t in graph.tasks})
+    number = {name: i for i, name in enumerate(names)}
+    kinds = np.array([number[graph.tasks[t].kind] for t in ids], np.int64)
+    rows, inverse = np.unique(np.column_stack([kinds, work[ids]]), axis=0, return_inverse=True)
+    streams = {name for name, kind in load_kinds().items() if kind.cuda_form == "stages"} if machine.target.kernel else set()
+    known = []
+    for kind, *values in rows.tolist():
+        w = Work(*values)
+        known.append(_one(machine.cost(names[kind], w.rows), w, names[kind] in streams, machine.target.worker_rate.value))
+    tasks[:] = np.array(known, TASK)[inverse.reshape(-1)]
 
 
-def _one(cost: KindCost, w: Work, streams: bool) -> tuple[int, ...]:
-    chunks = -(-w.direct // CHUNK_BYTES)
-    chunk_bytes = -(-w.direct // chunks) if chunks else 0
-    computing = cost.mflop * w.flops / 1e6
+def _one(cost: KindCost, w: Work, streams: bool, gflop_s: float) -> tuple[int, ...]:
+    """A task's record but for its waits and signals. What computing takes at the machine's rate is a lower bound of what a stage takes."""
+    loaded = w.direct + w.spilled
+    chunks = -(-loaded // CHUNK_BYTES)
+    chunk_bytes = -(-loaded // chunks) if chunks else 0
+    computing = w.flops / (gflop_s * 1e3)
     stage = cost.stage + cost.stage_kb * w.stage_bytes / 1024 + cost.stage_row * (w.rows - 1)
     chunk = cost.load_kb * chunk_bytes / 1024
     end = cost.end + cost.end_row * (w.rows - 1) + cost.end_kb * w.written / 1024
     if w.stages:
-        stage += computing / w.stages
+        stage = max(stage, computing / w.stages)
     elif chunks:
-        chunk += computing / chunks
+        chunk = max(chunk, computing / chunks)
     else:
         end += computing
     start = cost.start + cost.start_kb * w.read / 1024

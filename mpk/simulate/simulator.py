@@ -110,11 +110,13 @@ def simulate(graph: SMTaskGraph, *, target: Machine | str | None = None, batch: 
     for name, value, most in (("batch", batch, graph.max_rows), ("context", context, 1 << 40), ("steps", steps, 1000)):
         if not 1 <= value <= most:
             raise RequestError(f"{name} {value}", expected=f"1 to {most}")
-    if isinstance(target, Machine):
-        described = target
-    else:
-        described = machine(hardware.load(target or graph.target).with_workers(graph.num_workers))
+    wanted: Machine | str = target or graph.target
+    described = wanted if isinstance(wanted, Machine) else machine(hardware.load(wanted).with_workers(graph.num_workers))
     step = Step(batch, context)
-    program = build(graph, described, step, steps, pipelining)
+    return run_program(graph, described, step, build(graph, described, step, steps, pipelining), devices)
+
+
+def run_program(graph: SMTaskGraph, described: Machine, step: Step, program: Program, devices: int = 1) -> Simulation:
+    """Simulate a program that was built from `graph`."""
     records, events = core.run(program)
     return Simulation(graph, described, step, program, records, events, devices)

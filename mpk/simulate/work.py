@@ -26,7 +26,8 @@ class Step:
 
 class Work(NamedTuple):
     """Of one task. Bytes; `stages` of `stage_bytes` are weights that go through the ring, used up in groups of `group`; `direct` is what
-    the consumer loads from device memory itself; `read` and `written` are activations; `link` goes to other devices."""
+    the consumer loads from device memory itself; `read` and `written` are activations, `spilled` those of them that go through device
+    memory; `link` goes to other devices."""
 
     rows: int
     tiles: int
@@ -36,13 +37,14 @@ class Work(NamedTuple):
     direct: int
     read: int
     written: int
+    spilled: int
     flops: int
     link: int
 
     @property
     def memory(self) -> int:
         """Bytes from device memory."""
-        return self.stages * self.stage_bytes + self.direct
+        return self.stages * self.stage_bytes + self.direct + self.spilled
 
 
 class WorkModel:
@@ -78,7 +80,7 @@ class WorkModel:
         flops = task.cost.flops * batch
         if cached:  # the nominal context of the cost is not the one of this step
             flops = 4 * cached * self._group(op) // max(1, self._element(task))
-        return Work(batch, task.tile_end - task.tile_begin, stages, size, group, cached + gathered + weights, read, written, flops, int(op.attrs.get("link_bytes", 0)))
+        return Work(batch, task.tile_end - task.tile_begin, stages, size, group, cached + gathered + weights, read, written, 0, flops, int(op.attrs.get("link_bytes", 0)))
 
     def _stages(self, task: Task, op: Operator, kind: TaskKind | None) -> tuple[int, int, int]:
         """(stages, bytes of each, stages of a group of tiles) of the task's weights; (0, 0, 0) if none go through a ring."""
@@ -108,7 +110,20 @@ class WorkModel:
         return int(op.attrs.get("heads", 1)) // max(1, int(op.attrs.get("kv_heads", 1)))
 
 
-def table(graph: SMTaskGraph, target: Target, step: Step) -> np.ndarray:
-    """int64 [tasks, fields of `Work`], by task id."""
+def table(graph: SMTaskGraph, target: Target, step: Step, spilling: bool) -> np.ndarray:
+    """int64 [tasks, fields of `Work`], by task id. `spilling`: activations go through device memory, each operator's inputs and outputs
+    once, shared among its tasks; otherwise they stay in the L2."""
     model = WorkModel(graph, target, step)
-    return np.array([model.of(t) for t in graph.tasks], np.int64).reshape(len(graph.tasks), len(Work._fields))
+    out = np.array([model.of(t) for t in graph.tasks], np.int64).reshape(len(graph.tasks), len(Work._fields))
+    if spilling:
+        ops = np.array([t.op for t in graph.tasks])
+        moved = np.array([_activation_bytes(graph, op, step.batch) for op in graph.tensor_graph.operators])
+        count = np.bincount(ops, minlength=len(moved))
+        out[:, Work._fields.index("spilled")] = -(-moved[ops] // np.maximum(count[ops], 1))
+    return out
+
+
+def _activation_bytes(graph: SMTaskGraph, op: Operator, batch: int) -> int:
+    """Bytes of the activations that an operator reads and writes."""
+    buffers = [graph.buffers[name] for name in (*op.inputs, *op.outputs) if name in graph.buffers]
+    return sum(b.row_bytes * (1 if b.rows == "step" else batch) for b in buffers if b.kind == "activation")
