@@ -21,6 +21,7 @@ from mpk.errors import RequestError
 if TYPE_CHECKING:
     from mpk.commands.decode_plan import DecodePlan
     from mpk.frontend import LoadedModel
+    from mpk.graph.sm_task_graph import SMTaskGraph
     from mpk.models.config import DecoderConfig
     from mpk.targets.hardware import Target
 
@@ -104,19 +105,30 @@ def floor_bytes(config: DecoderConfig, dtype: str, batch: int, context: int) -> 
 
 
 def _engine(compiler: Any, loaded: LoadedModel, quiet: bool) -> Any:
-    """The engine; on a GPU, random weights are made there, since 8 billion of them take minutes on the host."""
     from mpk.models.shapes import RandomWeights
 
     if compiler.target.backend != "cuda" or not isinstance(loaded.source, RandomWeights):
         return build(compiler, loaded, quiet)[0]
+    return engine_of(compiler, loaded, compiler.lower_model(loaded))
+
+
+def engine_of(compiler: Any, loaded: LoadedModel, graph: SMTaskGraph) -> Any:
+    """The engine of a graph; on a GPU, random weights are made there, since 8 billion of them take minutes on the host."""
+    from mpk.models.shapes import RandomWeights
+
+    if compiler.target.backend != "cuda" or not isinstance(loaded.source, RandomWeights):
+        return compiler.build(graph, loaded)
     from mpk.runtime.cuda_engine import build_cuda_engine
 
-    return build_cuda_engine(compiler.lower_model(loaded), loaded.source, pipelining=compiler.enable_cross_op_pipelining,
-                             random_seed=loaded.source.seed + 1)
+    return build_cuda_engine(graph, loaded.source, pipelining=compiler.enable_cross_op_pipelining, random_seed=loaded.source.seed + 1)
 
 
 def _mpk(compiler: Any, loaded: LoadedModel, plans: Mapping[tuple[int, int], DecodePlan], quiet: bool) -> System:
-    engine = _engine(compiler, loaded, quiet)
+    return decode_steps(_engine(compiler, loaded, quiet), loaded, plans)
+
+
+def decode_steps(engine: Any, loaded: LoadedModel, plans: Mapping[tuple[int, int], DecodePlan]) -> System:
+    """A function that runs one generation of a plan with random tokens and returns milliseconds of its single decode steps."""
     instance = engine.create_instance(max_batch=max(b for b, _ in plans), max_context=max(plan.context for plan in plans.values()))
     rng = np.random.default_rng(0)
 

@@ -84,7 +84,7 @@ def _header(graph: SMTaskGraph) -> dict[str, Any]:
         "arena": [[name, *place] for name, place in graph.arena.items()], "arena_bytes": graph.arena_bytes,
         "weight_offsets": graph.weight_offsets, "weight_bytes": graph.weight_bytes, "param_offsets": graph.param_offsets,
         "limits": asdict(graph.limits) if graph.limits else None, "notes": graph.notes,
-        "events_before_fusion": graph.events_before_fusion,
+        "events_before_fusion": graph.events_before_fusion, "flight": graph.flight,
     }
 
 
@@ -108,6 +108,7 @@ def _graph(header: dict[str, Any]) -> SMTaskGraph:
     graph.limits = MachineLimits(**header["limits"]) if header["limits"] else None
     graph.events_before_fusion = header["events_before_fusion"]
     graph.notes = list(header["notes"])
+    graph.flight = tuple(header["flight"]) if header.get("flight") else None
     return graph
 
 

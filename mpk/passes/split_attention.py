@@ -28,9 +28,9 @@ def choose_splits(kv_heads: int, workers: int) -> int:
     return best
 
 
-def run(graph: TensorGraph, workers: int) -> TensorGraph:
-    """Set `splits` on every attention operator and insert `attention_combine` where splits > 1."""
-    splits = choose_splits(graph.config.num_kv_heads, workers)
+def run(graph: TensorGraph, workers: int, wanted: int = 0) -> TensorGraph:
+    """Set `splits` (`wanted`, 0: as `choose_splits` says) on every attention operator and insert `attention_combine` where splits > 1."""
+    splits = wanted or choose_splits(graph.config.num_kv_heads, workers)
     if splits == 1:
         return graph
     values: dict[str, Value] = {}

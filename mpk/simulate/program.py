@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -71,6 +71,15 @@ def build(graph: SMTaskGraph, machine: Machine, step: Step, steps: int, pipelini
                    np.array([e.threshold for e in graph.events], np.int32), machine.shares(graph.num_workers), work)
 
 
+def rebuild(program: Program, graph: SMTaskGraph, machine: Machine, steps: int, pipelining: bool = True) -> Program:
+    """The same program with the costs of another machine of the same target; work and order are not looked at again."""
+    tasks = program.tasks.copy()
+    _times(tasks, graph, machine, program.ids, program.work)
+    for name in ("wait_begin", "wait_count", "signal_begin", "signal_count"):
+        tasks[name] = program.tasks[name]
+    return replace(program, tasks=tasks, machine=_machine(graph, machine, len(program.waits), steps, pipelining), shares=machine.shares(graph.num_workers))
+
+
 def _times(tasks: np.ndarray, graph: SMTaskGraph, machine: Machine, ids: np.ndarray, work: np.ndarray) -> None:
     """Fill everything but waits and signals: equal work of one kind takes equal time."""
     names = sorted({t.kind for t in graph.tasks})
@@ -107,6 +116,8 @@ def _one(cost: KindCost, w: Work, streams: bool, gflop_s: float) -> tuple[int, .
 
 def _machine(graph: SMTaskGraph, machine: Machine, waits: int, steps: int, pipelining: bool) -> np.ndarray:
     worker, plan = machine.worker, machine.target.kernel
+    if plan is not None and graph.flight is not None:
+        plan = replace(plan, flight_bytes=graph.flight[0], flight_idle_bytes=graph.flight[1])
     m = np.zeros(1, MACHINE)
     values: dict[str, float] = {
         "memory_ps_per_byte": 1e3 / machine.bandwidth_gb_s, "port_ps_per_byte": 1e3 / worker.port_gb_s,

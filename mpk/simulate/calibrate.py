@@ -1,0 +1,203 @@
+"""Fit the costs of a target to measured decode steps, by least squares over simulated ones.
+
+What is fitted: the protocol (event, release, step), and for each kind of task what its consumer takes. A residual is the error of a step's
+time, or of the mean run or wait of an operator's tasks, as a share of the step. Levenberg's method with numeric derivatives; a weak pull
+towards the start keeps what the data do not determine where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
+from datetime import date
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from mpk.graph.sm_task_graph import SMTaskGraph
+from mpk.simulate import core
+from mpk.simulate.machine import COSTS, Costs, KindCost, Machine, WorkerCost, load_costs, machine, save_costs
+from mpk.simulate.measurement import Measurement
+from mpk.simulate.program import Program, build, rebuild
+from mpk.simulate.report import operator_name
+from mpk.simulate.work import Step
+from mpk.targets import hardware
+
+STEP_WEIGHT, RUN_WEIGHT, WAIT_WEIGHT, PULL = 10.0, 2.0, 0.5, 0.02
+WORKER_FIELDS = ("event_us", "fence_us", "step_us", "queue_share", "latency_us", "window_kb")
+STREAMED_FIELDS = ("start", "start_kb", "stage", "group", "end")  # of a kind whose weights go through the ring
+LEAST = 1e-3  # of a parameter, so that steps in proportion to it can leave zero
+PLAIN_FIELDS = ("end", "load_kb")
+
+
+@dataclass
+class Case:
+    """One measurement with the graph it was taken of."""
+
+    measured: Measurement
+    graph: SMTaskGraph
+    program: Program | None = None
+
+    @cached_property
+    def names(self) -> list[str]:
+        return [operator_name(self.graph, t.id) for t in self.graph.tasks]
+
+    def machine(self, costs: Costs | None = None) -> Machine:
+        """The target with other costs, and with the bytes in flight of the measurement."""
+        found = machine(hardware.load(self.measured.target))
+        if costs is not None:
+            found = replace(found, worker=costs.worker, kinds=costs.kinds)
+        plan = found.target.kernel
+        if plan is not None and self.measured.flight is not None:
+            flight, idle = self.measured.flight
+            found = replace(found, target=replace(found.target, kernel=replace(plan, flight_bytes=flight, flight_idle_bytes=idle)))
+        return found
+
+    def predict(self, costs: Costs | None = None) -> tuple[float, dict[str, tuple[float, float]]]:
+        """Microseconds of a step; operator -> mean run and wait of its tasks."""
+        step, described = Step(self.measured.batch, self.measured.context), self.machine(costs)
+        self.program = self.program or build(self.graph, described, step, 2)
+        program = rebuild(self.program, self.graph, described, 2)
+        records, _ = core.run(program)
+        ends, last = records["published"].max(axis=1), records[-1]
+        places: dict[str, list[int]] = {}
+        for place, task in enumerate(program.ids.tolist()):
+            places.setdefault(self.names[task], []).append(place)
+        operators = {name: (float((last["ended"] - last["ready"])[at].mean()) / 1e6, float((last["ready"] - last["arrived"])[at].mean()) / 1e6)
+                     for name, at in places.items()}
+        return float(ends[1] - ends[0]) / 1e6, operators
+
+    def residuals(self, costs: Costs) -> list[float]:
+        step_us, operators = self.predict(costs)
+        m = self.measured
+        out = [STEP_WEIGHT * (step_us / m.step_us - 1)]
+        workers = self.graph.num_workers
+        for name, times in m.operators.items():
+            if name in operators:
+                weight = max(1.0, times.tasks / workers) / m.step_us  # a task's time counts as often as a worker has one
+                out += [RUN_WEIGHT * weight * (operators[name][0] - times.run_us), WAIT_WEIGHT * weight * (operators[name][1] - times.wait_us)]
+        return out
+
+
+def cases(measurements: Sequence[Measurement]) -> list[Case]:
+    """Lower every shape once."""
+    from mpk import frontend
+    from mpk.compiler import Compiler
+
+    graphs: dict[tuple[str, str, int], SMTaskGraph] = {}
+    for m in measurements:
+        key = (m.model, m.target, m.max_batch)
+        if key not in graphs:
+            graphs[key] = Compiler(m.target, max_batch=m.max_batch).lower_model(frontend.load(m.model, shapes=True))
+    return [Case(m, graphs[m.model, m.target, m.max_batch]) for m in measurements]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A field of the worker's cost (`kind` -1) or of the entry `kind` of the kinds' costs."""
+
+    kind: int
+    name: str
+
+    def get(self, costs: Costs) -> float:
+        return float(getattr(costs.worker if self.kind < 0 else costs.kinds[self.kind], self.name))
+
+    def set(self, costs: Costs, value: float) -> Costs:
+        change: dict[str, Any] = {self.name: value}
+        if self.kind < 0:
+            return replace(costs, worker=replace(costs.worker, **change))
+        kinds = [replace(k, **change) if i == self.kind else k for i, k in enumerate(costs.kinds)]
+        return replace(costs, kinds=tuple(kinds))
+
+
+def parameters(costs: Costs, streamed: set[str], seen: set[tuple[str, int]]) -> list[Parameter]:
+    """What the measurements can say something about; `seen`: kinds and numbers of rows in them."""
+    out = [Parameter(-1, f.name) for f in fields(WorkerCost) if f.name in WORKER_FIELDS and getattr(costs.worker, f.name) > 0]
+    for i, kind in enumerate(costs.kinds):
+        used = any(name == kind.name and _entry(costs.kinds, name, rows) is kind for name, rows in seen)
+        if used:
+            names = STREAMED_FIELDS if kind.name in streamed else PLAIN_FIELDS
+            out += [Parameter(i, name) for name in names if name != "load_kb" or kind.load_kb > 0]
+    return out
+
+
+def _entry(kinds: Sequence[KindCost], name: str, rows: int) -> KindCost | None:
+    return max((k for k in kinds if k.name == name and k.rows <= rows), key=lambda k: k.rows, default=None)
+
+
+def fit(start: Costs, given: Sequence[Case], rounds: int, say: Callable[[str], None]) -> Costs:
+    """Costs that predict the cases best, found from `start` in `rounds` steps."""
+    from mpk.tasks.base import load_kinds
+
+    streamed = {name for name, kind in load_kinds().items() if kind.cuda_form == "stages"}
+    seen = {(t.kind, c.measured.batch) for c in given for t in c.graph.tasks}
+    chosen = parameters(start, streamed, seen)
+    x0 = np.array([max(p.get(start), LEAST) for p in chosen])
+
+    def costs_of(x: np.ndarray) -> Costs:
+        costs = start
+        for p, value in zip(chosen, x, strict=True):
+            costs = p.set(costs, float(value))
+        return costs
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        costs = costs_of(x)
+        with ThreadPoolExecutor(2) as pool:  # the core runs without Python's lock
+            parts = list(pool.map(lambda c: c.residuals(costs), given))
+        return np.concatenate([np.array([r for part in parts for r in part]), PULL * np.log(x / x0)])
+
+    x, damping = x0, 1e-2
+    r = residuals(x)
+    say(f"{len(given)} measurements, {len(chosen)} parameters; start: {float(r @ r):.4f}")
+    for number in range(rounds):
+        columns = []
+        for i in range(len(x)):
+            moved = x.copy()
+            moved[i] *= 1.1
+            columns.append((residuals(moved) - r) / np.log(1.1))
+        jacobian = np.stack(columns, axis=1)
+        for _ in range(4):
+            change = np.linalg.solve(jacobian.T @ jacobian + damping * np.eye(len(x)), -jacobian.T @ r)
+            tried = np.maximum(x * np.exp(np.clip(change, -1.0, 1.0)), LEAST)
+            new = residuals(tried)
+            if new @ new < r @ r:
+                x, r, damping = tried, new, damping / 4
+                break
+            damping *= 6
+        say(f"round {number + 1}: {float(r @ r):.4f}")
+    return costs_of(x)
+
+
+def fit_file(measurements: Sequence[Measurement], target: str, hold_out: Sequence[str], rounds: int, say: Callable[[str], None]) -> Costs:
+    """Fit the costs that `target` uses to the measurements whose model is not held out, and write their file."""
+    name = str(hardware.description(target)["simulation"]["costs"])
+    fitted = [m for m in measurements if m.model not in hold_out]
+    found = fit(load_costs(name), cases(fitted), rounds, say)
+    devices, commits = sorted({m.device for m in fitted}), sorted({m.commit for m in fitted})
+    models = ", ".join(sorted({m.model for m in fitted}))
+    source = f"fitted to {len(fitted)} decode steps on {' and '.join(devices)} ({models}; commit {', '.join(commits)})"
+    found = replace(found, source=source, date=max((m.date for m in fitted), default=date.today().isoformat()))
+    save_costs(found, COSTS / f"{name}.toml")
+    load_costs.cache_clear()
+    return found
+
+
+def errors(measurements: Sequence[Measurement], target: str, hold_out: Sequence[str]) -> list[str]:
+    """A line a measurement, predicted with the costs as they are, and the mean and largest error of those fitted and held out."""
+    lines: list[str] = []
+    by_group: dict[str, list[float]] = {"fitted": [], "held out": []}
+    for case in cases(measurements):
+        m = case.measured
+        predicted = case.predict()[0]
+        error = predicted / m.step_us - 1
+        group = "held out" if m.model in hold_out else "fitted"
+        by_group[group].append(abs(error))
+        flight = f" flight {m.flight[0] // 1024}/{m.flight[1] // 1024} KB" if m.flight else ""
+        lines.append(f"{m.model:14} batch {m.batch:2} context {m.context:5}{flight:20} measured {m.step_us:9.1f} us, predicted {predicted:9.1f}, "
+                     f"{100 * error:+6.1f} %  {group}")
+    for group, found in by_group.items():
+        if found:
+            lines.append(f"{group}: mean error {100 * float(np.mean(found)):.1f} %, largest {100 * max(found):.1f} %, of {len(found)}")
+    return lines
