@@ -130,7 +130,7 @@ def test_a_release_waits_for_copies_that_are_on_their_way() -> None:
     worker = replace(PLAIN, latency_us=5.0, fence_us=0.1)
     graph = tasks([[(0, ()), (3, ())], [(0, (0,))]])
     quiet = simulate(graph, target=device(2, worker), steps=1)
-    draining = simulate(graph, target=device(2, replace(worker, fence_drains=True)), steps=1)
+    draining = simulate(graph, target=device(2, replace(worker, fence_drains=1.0)), steps=1)
     assert float(quiet.by_task("ready", 0)[2]) / 1e6 == pytest.approx(0.1)
     assert float(draining.by_task("ready", 0)[2]) / 1e6 == pytest.approx(5.0 + 4 * STAGE / 1e6, abs=0.01)  # 3 of this step, 1 of the next
 

@@ -37,7 +37,7 @@ def kernel_per_operator(graph: SMTaskGraph, machine: Machine, step: Step, launch
     barriers = with_barriers(graph)
     costs = machine.launch
     gap = costs.gap_us if launch == "eager" else costs.graph_us
-    worker = replace(machine.worker, event_us=gap, poll_us=0.0, fence_us=0.0, fence_drains=False, step_us=0.0, queue_share=0.0)
+    worker = replace(machine.worker, event_us=gap, poll_us=0.0, fence_us=0.0, fence_drains=0.0, step_us=0.0, queue_share=0.0)
     kinds = tuple(replace(k, prefetches=False) for k in machine.kinds)
     split = replace(machine, worker=worker, kinds=(*kinds, KindCost(COLLECTIVE, end=costs.collective_us)))
     program = build(barriers, split, step, STEPS, pipelining=False, spilling=True)

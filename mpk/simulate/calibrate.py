@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from mpk.graph.sm_task_graph import SMTaskGraph
+from mpk.models.config import first_layers
 from mpk.simulate import core
 from mpk.simulate.machine import COSTS, Costs, KindCost, Machine, WorkerCost, load_costs, machine, save_costs
 from mpk.simulate.measurement import Measurement
@@ -26,23 +27,26 @@ from mpk.simulate.work import Step
 from mpk.targets import hardware
 
 STEP_WEIGHT, RUN_WEIGHT, WAIT_WEIGHT, PULL = 10.0, 2.0, 0.5, 0.02
-WORKER_FIELDS = ("event_us", "fence_us", "step_us", "queue_share", "latency_us", "window_kb")
+WORKER_FIELDS = ("event_us", "fence_us", "fence_drains", "step_us", "queue_share", "latency_us", "window_kb", "memory_share")
 STREAMED_FIELDS = ("start", "start_kb", "stage", "group", "end")  # of a kind whose weights go through the ring
+FEW_LAYERS = 2
 LEAST = 1e-3  # of a parameter, so that steps in proportion to it can leave zero
-PLAIN_FIELDS = ("end", "load_kb")
+PLAIN_FIELDS = ("end", "append", "load_kb", "end_row")
 
 
 @dataclass
 class Case:
-    """One measurement with the graph it was taken of."""
+    """One measurement, and the graph it was taken of with `layers` and twice as many layers: layers are alike, so a step of the whole model
+    follows from the two, in a fraction of the time. A model with few layers has one graph, the whole."""
 
     measured: Measurement
-    graph: SMTaskGraph
-    program: Program | None = None
+    graphs: tuple[SMTaskGraph, ...]
+    layers: int
+    programs: tuple[Program, ...] = ()
 
     @cached_property
     def names(self) -> list[str]:
-        return [operator_name(self.graph, t.id) for t in self.graph.tasks]
+        return [operator_name(self.graphs[-1], t.id) for t in self.graphs[-1].tasks]
 
     def machine(self, costs: Costs | None = None) -> Machine:
         """The target with other costs, and with the bytes in flight of the measurement."""
@@ -58,22 +62,29 @@ class Case:
     def predict(self, costs: Costs | None = None) -> tuple[float, dict[str, tuple[float, float]]]:
         """Microseconds of a step; operator -> mean run and wait of its tasks."""
         step, described = Step(self.measured.batch, self.measured.context), self.machine(costs)
-        self.program = self.program or build(self.graph, described, step, 2)
-        program = rebuild(self.program, self.graph, described, 2)
-        records, _ = core.run(program)
-        ends, last = records["published"].max(axis=1), records[-1]
+        if not self.programs:
+            self.programs = tuple(build(g, described, step, 2) for g in self.graphs)
+        times = []
+        for graph, program in zip(self.graphs, self.programs, strict=True):
+            records, _ = core.run(rebuild(program, graph, described, 2))
+            ends = records["published"].max(axis=1)
+            times.append(float(ends[1] - ends[0]) / 1e6)
+        last = records[-1]
         places: dict[str, list[int]] = {}
-        for place, task in enumerate(program.ids.tolist()):
+        for place, task in enumerate(self.programs[-1].ids.tolist()):
             places.setdefault(self.names[task], []).append(place)
         operators = {name: (float((last["ended"] - last["ready"])[at].mean()) / 1e6, float((last["ready"] - last["arrived"])[at].mean()) / 1e6)
                      for name, at in places.items()}
-        return float(ends[1] - ends[0]) / 1e6, operators
+        if len(times) == 1:
+            return times[0], operators
+        total = self.graphs[0].tensor_graph.config.num_layers
+        return times[1] + (self.layers - 2 * total) * (times[1] - times[0]) / total, operators
 
     def residuals(self, costs: Costs) -> list[float]:
         step_us, operators = self.predict(costs)
         m = self.measured
         out = [STEP_WEIGHT * (step_us / m.step_us - 1)]
-        workers = self.graph.num_workers
+        workers = self.graphs[0].num_workers
         for name, times in m.operators.items():
             if name in operators:
                 weight = max(1.0, times.tasks / workers) / m.step_us  # a task's time counts as often as a worker has one
@@ -82,16 +93,20 @@ class Case:
 
 
 def cases(measurements: Sequence[Measurement]) -> list[Case]:
-    """Lower every shape once."""
+    """Lower what is needed of every shape once."""
     from mpk import frontend
     from mpk.compiler import Compiler
 
-    graphs: dict[tuple[str, str, int], SMTaskGraph] = {}
+    graphs: dict[tuple[str, str, int], tuple[int, tuple[SMTaskGraph, ...]]] = {}
     for m in measurements:
         key = (m.model, m.target, m.max_batch)
         if key not in graphs:
-            graphs[key] = Compiler(m.target, max_batch=m.max_batch).lower_model(frontend.load(m.model, shapes=True))
-    return [Case(m, graphs[m.model, m.target, m.max_batch]) for m in measurements]
+            loaded = frontend.load(m.model, shapes=True)
+            config, compiler = loaded.config, Compiler(m.target, max_batch=m.max_batch, use_tuned=False)
+            counts = (FEW_LAYERS, 2 * FEW_LAYERS) if config.num_layers > 2 * FEW_LAYERS else (config.num_layers,)
+            parts = tuple(compiler.lower_model(replace(loaded, config=first_layers(config, n))) for n in counts)
+            graphs[key] = (config.num_layers, parts)
+    return [Case(m, parts, layers) for m in measurements for layers, parts in [graphs[m.model, m.target, m.max_batch]]]
 
 
 @dataclass(frozen=True)
@@ -112,6 +127,12 @@ class Parameter:
         return replace(costs, kinds=tuple(kinds))
 
 
+    def concerns(self, case: Case, costs: Costs) -> bool:
+        """Whether the case's time depends on the parameter."""
+        kinds = {t.kind for t in case.graphs[0].tasks}
+        return self.kind < 0 or any(_entry(costs.kinds, name, case.measured.batch) is costs.kinds[self.kind] for name in kinds)
+
+
 def parameters(costs: Costs, streamed: set[str], seen: set[tuple[str, int]]) -> list[Parameter]:
     """What the measurements can say something about; `seen`: kinds and numbers of rows in them."""
     out = [Parameter(-1, f.name) for f in fields(WorkerCost) if f.name in WORKER_FIELDS and getattr(costs.worker, f.name) > 0]
@@ -119,7 +140,8 @@ def parameters(costs: Costs, streamed: set[str], seen: set[tuple[str, int]]) -> 
         used = any(name == kind.name and _entry(costs.kinds, name, rows) is kind for name, rows in seen)
         if used:
             names = STREAMED_FIELDS if kind.name in streamed else PLAIN_FIELDS
-            out += [Parameter(i, name) for name in names if name != "load_kb" or kind.load_kb > 0]
+            several = len({rows for name, rows in seen if name == kind.name and _entry(costs.kinds, name, rows) is kind}) > 1
+            out += [Parameter(i, name) for name in names if (name not in ("load_kb", "append") or getattr(kind, name) > 0) and (name != "end_row" or several)]
     return out
 
 
@@ -132,7 +154,7 @@ def fit(start: Costs, given: Sequence[Case], rounds: int, say: Callable[[str], N
     from mpk.tasks.base import load_kinds
 
     streamed = {name for name, kind in load_kinds().items() if kind.cuda_form == "stages"}
-    seen = {(t.kind, c.measured.batch) for c in given for t in c.graph.tasks}
+    seen = {(t.kind, c.measured.batch) for c in given for t in c.graphs[0].tasks}
     chosen = parameters(start, streamed, seen)
     x0 = np.array([max(p.get(start), LEAST) for p in chosen])
 
@@ -142,28 +164,37 @@ def fit(start: Costs, given: Sequence[Case], rounds: int, say: Callable[[str], N
             costs = p.set(costs, float(value))
         return costs
 
-    def residuals(x: np.ndarray) -> np.ndarray:
+    def residuals(x: np.ndarray, moved: Parameter | None = None, before: list[list[float]] | None = None) -> list[list[float]]:
+        """Of every case; those that the one parameter that `moved` has nothing to do with are as `before`."""
         costs = costs_of(x)
+
+        def of(i: int) -> list[float]:
+            return given[i].residuals(costs) if before is None or moved is None or moved.concerns(given[i], costs) else before[i]
+
         with ThreadPoolExecutor(2) as pool:  # the core runs without Python's lock
-            parts = list(pool.map(lambda c: c.residuals(costs), given))
+            return list(pool.map(of, range(len(given))))
+
+    def flat(parts: list[list[float]], x: np.ndarray) -> np.ndarray:
         return np.concatenate([np.array([r for part in parts for r in part]), PULL * np.log(x / x0)])
 
     x, damping = x0, 1e-2
-    r = residuals(x)
+    parts = residuals(x)
+    r = flat(parts, x)
     say(f"{len(given)} measurements, {len(chosen)} parameters; start: {float(r @ r):.4f}")
     for number in range(rounds):
         columns = []
         for i in range(len(x)):
             moved = x.copy()
             moved[i] *= 1.1
-            columns.append((residuals(moved) - r) / np.log(1.1))
+            columns.append((flat(residuals(moved, chosen[i], parts), moved) - r) / np.log(1.1))
         jacobian = np.stack(columns, axis=1)
         for _ in range(4):
             change = np.linalg.solve(jacobian.T @ jacobian + damping * np.eye(len(x)), -jacobian.T @ r)
             tried = np.maximum(x * np.exp(np.clip(change, -1.0, 1.0)), LEAST)
-            new = residuals(tried)
+            found = residuals(tried)
+            new = flat(found, tried)
             if new @ new < r @ r:
-                x, r, damping = tried, new, damping / 4
+                x, parts, r, damping = tried, found, new, damping / 4
                 break
             damping *= 6
         say(f"round {number + 1}: {float(r @ r):.4f}")

@@ -34,10 +34,10 @@ struct Task {
 };
 
 struct Machine {
-  double memory_ps_per_byte, port_ps_per_byte, link_ps_per_byte, queue_share;
+  double memory_ps_per_byte, port_ps_per_byte, link_ps_per_byte, queue_share, fence_drains;
   Time memory_latency, issue, event, poll, fence, step, link_latency;
   int32_t workers, events, waits, tasks, steps, step_event;
-  int32_t ring_stages, flight, idle_flight, window, pipelining, fence_drains;
+  int32_t ring_stages, flight, idle_flight, window, pipelining, unused;
 };
 
 // What happened to one task in one step; times since the beginning, kNever where there was nothing.
@@ -261,7 +261,7 @@ class Simulator {
     Time published = t;
     if (tasks_[k.task].signal_count > 0) {
       published += m_.fence;
-      if (m_.fence_drains && k.issued > k.arrived) published = std::max(published, k.last_arrival);
+      if (k.issued > k.arrived) published = std::max(published, t + Time(double(k.last_arrival - t) * m_.fence_drains));
     }
     push(published, kPublish, w);
   }

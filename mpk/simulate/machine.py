@@ -26,7 +26,7 @@ class KindCost:
 
     `start`: from the events to the first stage, with the input fetched (`start_kb` more per KB of input). `stage`: a stage of weights
     used up (`stage_kb` per KB of it, `stage_row` per row above the first). `group`: after a group of stages. `end`: from the last stage
-    to the end (`end_row` per row above the first, `end_kb` per KB written). `load_kb`: a KB that the consumer loads itself.
+    to the end (`end_row` per row above the first, `end_kb` per KB written, `append` for a task that writes to the cache). `load_kb`: a KB that the consumer loads itself.
     `prefetches`: its own loads begin before its events have come.
     """
 
@@ -41,6 +41,7 @@ class KindCost:
     end: float = 0.0
     end_row: float = 0.0
     end_kb: float = 0.0
+    append: float = 0.0
     load_kb: float = 0.0
     prefetches: bool = False
 
@@ -50,21 +51,22 @@ class WorkerCost:
     """The protocol of a worker. Microseconds, GB/s, KB.
 
     `event_us`: from a signal to a waiter that polls; `poll_us`: to see an event that has come. `fence_us`: a release of a quiet worker;
-    `fence_drains`: it also waits for the worker's own copies on their way. `step_us`: to read a step's plan. `latency_us`: of device
+    `fence_drains`: share of the time until the worker's own copies on their way have come that it waits at least. `step_us`: to read a step's plan. `latency_us`: of device
     memory without queueing. `issue_us`, `port_gb_s`: the loader asks for a stage every issue_us + bytes / port_gb_s. `queue_share`: part
-    of the queue for device memory in which an activation stands too. `window_kb`: most that a consumer has on its way itself.
+    of the queue for device memory in which an activation stands too. `memory_share`: of the target's bandwidth that a program reaches. `window_kb`: most that a consumer has on its way itself.
     `shares`: quantiles over workers of how long they stand in the queue, mean 1.
     """
 
     event_us: float
     poll_us: float = 0.0
     fence_us: float = 0.0
-    fence_drains: bool = False
+    fence_drains: float = 0.0
     step_us: float = 0.0
     latency_us: float = 0.0
     issue_us: float = 0.0
     port_gb_s: float = 0.0
     queue_share: float = 0.0
+    memory_share: float = 1.0
     window_kb: float = 64.0
     shares: tuple[float, ...] = (1.0,)
 

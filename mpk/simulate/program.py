@@ -20,10 +20,10 @@ PS = 1_000_000  # picoseconds of a microsecond
 TASK = np.dtype([*((n, np.int64) for n in ("earliest", "start", "stage", "group", "end", "chunk", "link_bytes")),
                  *((n, np.int32) for n in ("stages", "stage_bytes", "group_stages", "chunks", "chunk_bytes", "flags", "wait_begin", "wait_count",
                                            "signal_begin", "signal_count"))])
-MACHINE = np.dtype([*((n, np.float64) for n in ("memory_ps_per_byte", "port_ps_per_byte", "link_ps_per_byte", "queue_share")),
+MACHINE = np.dtype([*((n, np.float64) for n in ("memory_ps_per_byte", "port_ps_per_byte", "link_ps_per_byte", "queue_share", "fence_drains")),
                     *((n, np.int64) for n in ("memory_latency", "issue", "event", "poll", "fence", "step", "link_latency")),
                     *((n, np.int32) for n in ("workers", "events", "waits", "tasks", "steps", "step_event", "ring_stages", "flight", "idle_flight",
-                                              "window", "pipelining", "fence_drains"))])
+                                              "window", "pipelining", "unused"))])
 RECORD = np.dtype([*((n, np.int64) for n in ("arrived", "ready", "begun", "ended", "published", "starved", "peer", "load_begun", "load_ended")),
                    ("cause", np.int32), ("unused", np.int32)])
 
@@ -102,7 +102,7 @@ def _one(cost: KindCost, w: Work, streams: bool, gflop_s: float) -> tuple[int, .
     computing = w.flops / (gflop_s * 1e3)
     stage = cost.stage + cost.stage_kb * w.stage_bytes / 1024 + cost.stage_row * (w.rows - 1)
     chunk = cost.load_kb * chunk_bytes / 1024
-    end = cost.end + cost.end_row * (w.rows - 1) + cost.end_kb * w.written / 1024
+    end = cost.end + cost.end_row * (w.rows - 1) + cost.end_kb * w.written / 1024 + cost.append * w.appends
     if w.stages:
         stage = max(stage, computing / w.stages)
     elif chunks:
@@ -120,7 +120,7 @@ def _machine(graph: SMTaskGraph, machine: Machine, waits: int, steps: int, pipel
         plan = replace(plan, flight_bytes=graph.flight[0], flight_idle_bytes=graph.flight[1])
     m = np.zeros(1, MACHINE)
     values: dict[str, float] = {
-        "memory_ps_per_byte": 1e3 / machine.bandwidth_gb_s, "port_ps_per_byte": 1e3 / worker.port_gb_s,
+        "memory_ps_per_byte": 1e3 / (machine.bandwidth_gb_s * worker.memory_share), "port_ps_per_byte": 1e3 / worker.port_gb_s,
         "link_ps_per_byte": 1e3 / machine.link.bandwidth_gb_s if machine.link.bandwidth_gb_s else 0.0, "queue_share": worker.queue_share,
         "memory_latency": worker.latency_us * PS, "issue": worker.issue_us * PS, "event": worker.event_us * PS, "poll": worker.poll_us * PS,
         "fence": worker.fence_us * PS, "step": worker.step_us * PS, "link_latency": machine.link.latency_us * PS,

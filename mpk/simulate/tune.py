@@ -14,7 +14,7 @@ from typing import Any
 from mpk.errors import GraphError, TargetError
 from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.models import registry
-from mpk.models.config import DecoderConfig
+from mpk.models.config import DecoderConfig, first_layers
 from mpk.passes import pipeline, verify
 from mpk.passes.partition import Options
 from mpk.passes.schedule import PLACEMENTS
@@ -126,9 +126,3 @@ def _changes(before: tuple[str, ...], name: str) -> tuple[str, ...]:
 
 def _sort(name: str) -> str:
     return " ".join(word for word in name.split() if not word[0].isdigit()).removesuffix(" spread").removesuffix(" earliest").removesuffix(" fixed")
-
-
-def first_layers(config: DecoderConfig, layers: int) -> DecoderConfig:
-    """The same model with fewer layers."""
-    count = min(layers, config.num_layers)
-    return replace(config, num_layers=count, sliding_window=config.sliding_window[:count])

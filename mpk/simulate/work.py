@@ -27,7 +27,7 @@ class Step:
 class Work(NamedTuple):
     """Of one task. Bytes; `stages` of `stage_bytes` are weights that go through the ring, used up in groups of `group`; `direct` is what
     the consumer loads from device memory itself; `read` and `written` are activations, `spilled` those of them that go through device
-    memory; `link` goes to other devices."""
+    memory; `link` goes to other devices; `appends`: 1 for a task that writes to the key-value cache."""
 
     rows: int
     tiles: int
@@ -40,6 +40,7 @@ class Work(NamedTuple):
     spilled: int
     flops: int
     link: int
+    appends: int
 
     @property
     def memory(self) -> int:
@@ -80,7 +81,8 @@ class WorkModel:
         flops = task.cost.flops * batch
         if cached:  # the nominal context of the cost is not the one of this step
             flops = 4 * cached * self._group(op) // max(1, self._element(task))
-        return Work(batch, task.tile_end - task.tile_begin, stages, size, group, cached + gathered + weights, read, written, 0, flops, int(op.attrs.get("link_bytes", 0)))
+        return Work(batch, task.tile_end - task.tile_begin, stages, size, group, cached + gathered + weights, read, written, 0, flops, int(op.attrs.get("link_bytes", 0)),
+                    int(any(buffers[r.buffer].rows == "positions" for r in task.writes)))
 
     def _stages(self, task: Task, op: Operator, kind: TaskKind | None) -> tuple[int, int, int]:
         """(stages, bytes of each, stages of a group of tiles) of the task's weights; (0, 0, 0) if none go through a ring."""
