@@ -47,7 +47,7 @@ def command(
     compiler = Compiler(target, dtype=dtype, workers=workers, max_batch=max_batch, use_tuned=False)
     started = time.perf_counter()
     seen: list[Candidate] = []
-    say = (lambda c: _progress(seen, c)) if not json else (lambda c: seen.append(c))
+    say = seen.append if json else (lambda c: _progress(seen, c))
     setting = tune.Setting(batch, context, compiler.enable_cross_op_pipelining)
     ranked = tune.search(loaded.config, compiler.target, compiler.options, setting, say=say)
     searched = time.perf_counter() - started
