@@ -32,10 +32,10 @@ STRUCTS: dict[str, list[Field]] = {
         ("wait_count", "int32_t", 1),
         ("signal_begin", "int32_t", 1),
         ("signal_count", "int32_t", 1),
-        ("iargs", "int32_t", 2),  # kind-specific, e.g. share and number of shares
+        ("iargs", "int32_t", 2),  # kind-specific (TaskKind.arguments), e.g. which message of how many
         ("weights", "int64_t", 1),  # byte offset of the operator's packed matrix, -1: none
         ("params", "int64_t", 1),  # byte offset of the operator's packed float32 parameters (norms, biases), -1: none
-        ("operand", "int64_t", MAX_OPERANDS),  # byte offsets in the arena, in the order of TaskKind.operands, -1: unused
+        ("operand", "int64_t", MAX_OPERANDS),  # byte offsets in the arena (peer buffers: in peer memory), in the order of TaskKind.operands, -1: unused
     ],
     "Wait": [("event", "int32_t", 1), ("count", "int32_t", 1)],  # value needed in step s (from 1): count * s
     "Signal": [("event", "int32_t", 1), ("amount", "int32_t", 1)],
@@ -101,6 +101,7 @@ STRUCTS: dict[str, list[Field]] = {
         ("token_ns", "uint64_t", 1),
         ("cancel", "uint64_t", 1),
         ("logits_out_positions", "int64_t", 1),
+        ("flagged_stride", "int64_t", 1),  # bytes between the two copies of flagged buffers
         ("max_batch", "int32_t", 1),
         ("max_rows", "int32_t", 1),
         ("max_context", "int32_t", 1),
@@ -120,6 +121,13 @@ STRUCTS: dict[str, list[Field]] = {
         ("stall_limit_ns", "int64_t", 1),
         ("num_events", "int32_t", 1),
         ("spin_limit", "int32_t", 1),  # polls before a waiting worker begins to yield its processor
+        ("rank", "int32_t", 1),  # of this run among those that share the model
+        ("ranks", "int32_t", 1),
+        ("peers", "uint64_t", 1),  # uint64 [ranks]: addresses of the peer memory of every rank, this one's too; 0: there is one rank
+        ("group_stop", "uint64_t", 1),  # int32 that all ranks of the process see, not 0: one of them gave up; 0: not there
+        ("halt_step", "int64_t", 1),  # worker 0 stops working in this step, for tests of the watchdog; 0: never
+        ("flag_base", "uint32_t", 1),  # what the flags of this run start from
+        ("halt_reserved", "int32_t", 1),
     ],
     # What the CUDA kernel needs besides `Launch`. Addresses are of device memory.
     "Kernel": [
@@ -160,13 +168,15 @@ STRUCTS: dict[str, list[Field]] = {
         ("instruction", "Instruction", 1),
         ("waits", "Wait", INLINE_EVENTS),
         ("signals", "Signal", INLINE_EVENTS),
+        ("apart", "int32_t", 1),  # 1: all threads of the block meet before it begins
+        ("reserved", "int32_t", 3),
     ],
     # Written by a worker that gives up.
     "Stall": [
         ("worker", "int32_t", 1),
         ("task", "int32_t", 1),
         ("event", "int32_t", 1),
-        ("reserved", "int32_t", 1),
+        ("peer", "int32_t", 1),  # 1 + the rank whose part of a message did not come; 0: it is an event
         ("expected", "int64_t", 1),
         ("seen", "int64_t", 1),
         ("step", "int64_t", 1),
@@ -182,6 +192,8 @@ STRUCTS: dict[str, list[Field]] = {
 
 RESULT = {"done": 0, "stalled": 1, "no_thread": 2, "no_memory": 3}  # what `mpk_run` returns
 
+STALL_WEIGHTS, STALL_DATA = -1, -2  # Stall.event of waits that are for no counter
+
 FINISH = {"running": 0, "stop": 1, "length": 2, "cancelled": 3, "error": 4}
 
 
@@ -195,7 +207,8 @@ def c_structs() -> str:
     """C++ declarations of all shared structs and constants, with drift checks."""
     out = [f"constexpr int {k} = {v};" for k, v in (("MAX_OPERANDS", MAX_OPERANDS), ("MAX_STOP_TOKENS", MAX_STOP_TOKENS),
                                                    ("MAX_TOP_LOGPROBS", MAX_TOP_LOGPROBS), ("KV_PAGE_TOKENS", KV_PAGE_TOKENS),
-                                                   ("INLINE_EVENTS", INLINE_EVENTS), ("COUNTER_STRIDE", COUNTER_STRIDE))]
+                                                   ("INLINE_EVENTS", INLINE_EVENTS), ("COUNTER_STRIDE", COUNTER_STRIDE),
+                                                   ("STALL_WEIGHTS", STALL_WEIGHTS), ("STALL_DATA", STALL_DATA))]
     out += [f"constexpr int RESULT_{k.upper()} = {v};" for k, v in RESULT.items()]
     out += [f"constexpr int FINISH_{k.upper()} = {v};" for k, v in FINISH.items()]
     for name, fields in STRUCTS.items():

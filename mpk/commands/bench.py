@@ -21,7 +21,6 @@ from mpk.errors import RequestError
 if TYPE_CHECKING:
     from mpk.commands.decode_plan import DecodePlan
     from mpk.frontend import LoadedModel
-    from mpk.graph.sm_task_graph import SMTaskGraph
     from mpk.models.config import DecoderConfig
     from mpk.targets.hardware import Target
 
@@ -34,7 +33,7 @@ def command(
     target: Annotated[str, typer.Option(help="auto, cpp, or another target that `mpk targets` lists.")] = "auto",
     batch: Annotated[str, typer.Option(help="Sequences in a step; several separated by commas.")] = "1",
     context: Annotated[str, typer.Option(help="Mean context of the measured steps in tokens; several separated by commas.")] = "512",
-    tp: Annotated[int, typer.Option(help="Devices that share the model.")] = 1,
+    tp: Annotated[int, typer.Option(help="Devices that share the model (on cpp: groups of threads), 1 to 8.")] = 1,
     dtype: Annotated[str, typer.Option(help="Type of weights and key-value cache: bf16 or f32.")] = "bf16",
     workers: Annotated[int | None, typer.Option(help="Worker threads or SMs (default: all of the target).")] = None,
     repeats: Annotated[int, typer.Option(help="Generations measured for each line.")] = 3,
@@ -104,27 +103,8 @@ def floor_bytes(config: DecoderConfig, dtype: str, batch: int, context: int) -> 
     return size * (weights + batch * cached * 2 * c.num_kv_heads * c.head_dim)
 
 
-def _engine(compiler: Any, loaded: LoadedModel, quiet: bool) -> Any:
-    from mpk.models.shapes import RandomWeights
-
-    if compiler.target.backend != "cuda" or not isinstance(loaded.source, RandomWeights):
-        return build(compiler, loaded, quiet)[0]
-    return engine_of(compiler, loaded, compiler.lower_model(loaded))
-
-
-def engine_of(compiler: Any, loaded: LoadedModel, graph: SMTaskGraph) -> Any:
-    """The engine of a graph; on a GPU, random weights are made there, since 8 billion of them take minutes on the host."""
-    from mpk.models.shapes import RandomWeights
-
-    if compiler.target.backend != "cuda" or not isinstance(loaded.source, RandomWeights):
-        return compiler.build(graph, loaded)
-    from mpk.runtime.cuda_engine import build_cuda_engine
-
-    return build_cuda_engine(graph, loaded.source, pipelining=compiler.enable_cross_op_pipelining, random_seed=loaded.source.seed + 1)
-
-
 def _mpk(compiler: Any, loaded: LoadedModel, plans: Mapping[tuple[int, int], DecodePlan], quiet: bool) -> System:
-    return decode_steps(_engine(compiler, loaded, quiet), loaded, plans)
+    return decode_steps(build(compiler, loaded, quiet)[0], loaded, plans)
 
 
 def decode_steps(engine: Any, loaded: LoadedModel, plans: Mapping[tuple[int, int], DecodePlan]) -> System:

@@ -73,13 +73,13 @@ def command(
 def _measured_us(compiler: Compiler, loaded: LoadedModel, candidate: Candidate, batch: int, context: int) -> float:
     """Median microseconds of a decode step on the device, with random weights where the model is a shape."""
     from mpk.commands import decode_plan
-    from mpk.commands.bench import decode_steps, engine_of
+    from mpk.commands.bench import decode_steps
     from mpk.simulate.tune import lower
 
     graph = lower(loaded.config, compiler.target, candidate.options)
     graph.model = loaded
     plan = decode_plan.with_mean_context(batch, context, STEPS, compiler.options.max_rows)
-    run = decode_steps(engine_of(compiler, loaded, graph), loaded, {(batch, context): plan})
+    run = decode_steps(compiler.build(graph), loaded, {(batch, context): plan})
     run(batch, context)  # warm-up
     return statistics.median(ms for _ in range(REPEATS) for ms in run(batch, context)) * 1e3
 

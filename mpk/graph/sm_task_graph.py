@@ -63,30 +63,44 @@ class Task:
 
 @dataclass(slots=True)
 class Event:
-    """A monotonic counter. Every producer adds one; waiters of step s need threshold * s (s counts from 1)."""
+    """A monotonic counter. Every producer adds one; waiters of step s need threshold * s (s counts from 1).
+
+    A `carried` event is no counter but stands for data that is its own flag: a waiter sees in the flagged buffers that it reads that all
+    producers have written there. It orders what tasks do, but makes nothing else visible that producers wrote.
+    """
 
     id: int
     producers: tuple[int, ...]
     threshold: int
+    carried: bool = False
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """Memory of an activation, of state, or of the key-value cache; `row_bytes` is columns times the element size."""
+    """Memory of an activation, of state, of the key-value cache, or of messages between ranks; `row_bytes` is columns times the element size.
+
+    `flagged`: see `Value`.
+    """
 
     name: str
     columns: int
     rows: str
     kind: str
     element_bytes: int
+    flagged: bool = False
 
     @property
     def row_bytes(self) -> int:
         return self.columns * self.element_bytes
 
+    @property
+    def says_itself(self) -> bool:
+        """Whether its words say themselves that they have been written, so that readers wait for them: flagged buffers, and messages between ranks."""
+        return self.flagged or self.kind == "peer"
+
 
 class Allocation(NamedTuple):
-    """Place of a buffer in the arena, in bytes."""
+    """Place of a buffer in the arena, in bytes; of a flagged one its first copy."""
 
     offset: int
     size: int
@@ -104,19 +118,28 @@ class MachineLimits:
 
 @dataclass
 class SMTaskGraph:
-    """Tasks, events, queues and the memory plan of one step of a model on one device."""
+    """Tasks, events, queues and the memory plan of one step of a model on one device.
+
+    With `ranks` > 1 every one of so many devices runs this graph, each with its part of the weights; buffers of kind "peer" are
+    written by all of them, in the memory of all of them.
+    """
 
     tensor_graph: TensorGraph
     target: str
     num_workers: int
     max_rows: int
     dtype: str = "bf16"
+    ranks: int = 1
     tasks: list[Task] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     queues: list[list[int]] = field(default_factory=list)
     buffers: dict[str, Buffer] = field(default_factory=dict)
     arena: dict[str, Allocation] = field(default_factory=dict)
     arena_bytes: int = 0
+    peers: dict[str, Allocation] = field(default_factory=dict)  # places of buffers of kind "peer" in a rank's peer memory
+    peer_bytes: int = 0
+    flagged_begin: int = 0  # part of the arena with the first copy of all flagged buffers; the second follows `flagged_bytes` behind it
+    flagged_bytes: int = 0
     weight_offsets: dict[str, int] = field(default_factory=dict)  # packed matrices: TaskKind.packed_key -> byte offset
     weight_bytes: int = 0
     param_offsets: dict[str, int] = field(default_factory=dict)  # packed float32 parameters: operator name -> byte offset
@@ -124,9 +147,11 @@ class SMTaskGraph:
     events_before_fusion: int = 0  # tasks that another task needs: one event each, if none were fused
     notes: list[str] = field(default_factory=list)  # what each pass did or declined, one line each, with numbers
     flight: tuple[int, int] | None = field(default=None, compare=False)  # bytes on their way of a launch, where not the target's own
+    proof: str = field(default="", repr=False, compare=False)  # fingerprint of the contents that `verify` proved; not saved
     model: Any = field(default=None, repr=False, compare=False)  # where the weights come from (mpk.frontend.LoadedModel); not saved
     # task -> sets of tasks it needs, before event fusion makes events of them (tasks with the same needs share a set)
     dependencies: dict[int, list[frozenset[int]]] = field(default_factory=dict)
+    carried: dict[int, list[frozenset[int]]] = field(default_factory=dict)  # likewise: those whose flagged data a task reads
 
     # ---- contents
     def operator(self, task: Task | int) -> Operator:
@@ -148,9 +173,9 @@ class SMTaskGraph:
             raise InternalError(f"dependency {before} -> {after} is against the sequential order")
         self.dependencies.setdefault(after, []).append(frozenset((before,)))
 
-    def add_event(self, producers: Iterable[int], consumers: Iterable[int]) -> Event:
+    def add_event(self, producers: Iterable[int], consumers: Iterable[int], carried: bool = False) -> Event:
         """A new event that `consumers` wait for and that needs all `producers`."""
-        event = Event(len(self.events), tuple(sorted(producers)), 0)
+        event = Event(len(self.events), tuple(sorted(producers)), 0, carried)
         event.threshold = len(event.producers)
         self.events.append(event)
         for t in event.producers:
@@ -160,9 +185,13 @@ class SMTaskGraph:
         return event
 
     # ---- order
+    def needs(self, task: int) -> list[frozenset[int]]:
+        """Sets of tasks that `task` needs, of both kinds, as long as no events have been made of them."""
+        return [*self.dependencies.get(task, ()), *self.carried.get(task, ())]
+
     def predecessors(self, task: int) -> set[int]:
         """Tasks that must be done before `task` starts, by events and dependencies (queues apart)."""
-        found: set[int] = set().union(*self.dependencies.get(task, ()))
+        found: set[int] = set().union(*self.needs(task))
         for e in self.tasks[task].waits:
             found.update(self.events[e].producers)
         return found
@@ -183,7 +212,7 @@ class SMTaskGraph:
         for task in self.tasks:
             if task.id in done or not all(e in armed or count[e] >= self.events[e].threshold for e in task.waits):
                 continue
-            if not all(s <= done for s in self.dependencies.get(task.id, ())) or (task.id in before and before[task.id] not in done):
+            if not all(s <= done for s in self.needs(task.id)) or (task.id in before and before[task.id] not in done):
                 continue
             ready.append(task.id)
         return ready
@@ -202,8 +231,10 @@ class SMTaskGraph:
             "waits": sum(len(t.waits) for t in self.tasks),
             "signals": sum(len(t.signals) for t in self.tasks),
             "workers": self.num_workers,
+            "ranks": self.ranks,
             "weight_bytes": sum(t.cost.weight_bytes for t in self.tasks),
             "arena_bytes": self.arena_bytes,
+            "peer_bytes": self.peer_bytes,
             "critical_path_tasks": self.critical_path_length(),
         }
 
@@ -212,7 +243,7 @@ class SMTaskGraph:
         depth = [0] * len(self.tasks)
         event_depth: dict[int, int] = {}
         for t in self.tasks:  # the sequential order is a topological order
-            d = max((depth[p] for s in self.dependencies.get(t.id, ()) for p in s), default=0)
+            d = max((depth[p] for s in self.needs(t.id) for p in s), default=0)
             for e in t.waits:
                 if e not in event_depth:
                     event_depth[e] = max((depth[p] for p in self.events[e].producers if p < t.id), default=0)
@@ -229,13 +260,13 @@ class SMTaskGraph:
             g.add_node(f"t{t.id}", type="task", kind=t.kind, operator=self.operator(t).name, worker=t.worker,
                        tiles=(t.tile_begin, t.tile_end))
         for e in self.events:
-            g.add_node(f"e{e.id}", type="event", threshold=e.threshold)
+            g.add_node(f"e{e.id}", type="event", threshold=e.threshold, carried=e.carried)
             for p in e.producers:
                 g.add_edge(f"t{p}", f"e{e.id}", type="signal")
         for t in self.tasks:
             for ev in t.waits:
                 g.add_edge(f"e{ev}", f"t{t.id}", type="wait")
-            for p in set().union(*self.dependencies.get(t.id, ())):
+            for p in set().union(*self.needs(t.id)):
                 g.add_edge(f"t{p}", f"t{t.id}", type="dependency")
         for q in self.queues:
             for a, b in pairwise(q):

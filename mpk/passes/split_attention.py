@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mpk.errors import InternalError
 from mpk.graph.tensor_graph import Operator, TensorGraph, Value
 
 WANTED_EFFICIENCY = 0.95
@@ -30,7 +31,10 @@ def choose_splits(kv_heads: int, workers: int) -> int:
 
 def run(graph: TensorGraph, workers: int, wanted: int = 0) -> TensorGraph:
     """Set `splits` (`wanted`, 0: as `choose_splits` says) on every attention operator and insert `attention_combine` where splits > 1."""
-    splits = wanted or choose_splits(graph.config.num_kv_heads, workers)
+    kv_heads = {int(op.attrs["kv_heads"]) for op in graph.operators if op.kind in ATTENTION_KINDS}  # of this rank
+    if len(kv_heads) != 1:
+        raise InternalError(f"attention with {sorted(kv_heads)} key-value heads, expected one number")
+    splits = wanted or choose_splits(kv_heads.pop(), workers)
     if splits == 1:
         return graph
     values: dict[str, Value] = {}
@@ -42,7 +46,7 @@ def run(graph: TensorGraph, workers: int, wanted: int = 0) -> TensorGraph:
         heads, head_dim = int(op.attrs["heads"]), int(op.attrs["head_dim"])
         partial = f"l{op.layer}.partial"
         # one partial result a (query head, split): head_dim sums, the running maximum, the running denominator
-        values[partial] = Value(partial, heads * splits * (head_dim + 2), element_bytes=4)
+        values[partial] = Value(partial, heads * splits * (head_dim + 2), element_bytes=4, flagged=graph.values[op.outputs[0]].flagged)
         attrs = {**op.attrs, "splits": splits}
         operators.append(replace(op, outputs=(partial, *op.outputs[1:]), attrs=attrs))
         operators.append(Operator(f"l{op.layer}.combine", "attention_combine", (partial,), op.outputs[:1], {}, attrs, op.layer))

@@ -121,22 +121,25 @@ class State:
             "prefetch": tables.prefetch if pipelining else None, "stall": self.stall, "spans": spans, "span_count": span_count,
         }
 
-    def launch(self, arrays: Mapping[str, np.ndarray | None], scratch_bytes: int, stall_limit_s: float) -> np.ndarray:
-        """The `Launch` of one run over `arrays`, which must outlive the run."""
+    def launch(self, arrays: Mapping[str, np.ndarray | None], scratch_bytes: int, stall_limit_s: float, threads: int | None = None) -> np.ndarray:
+        """The `Launch` of one run over `arrays`, which must outlive the run; `threads`: that run at the same time (default: the workers)."""
         logits, spans = arrays["logits_out"], arrays["spans"]
-        return self.launch_at({name: address(a) for name, a in arrays.items()}, 0 if logits is None else logits.shape[1],
-                              0 if spans is None else spans.shape[1], scratch_bytes, stall_limit_s)
+        out = self.launch_at({name: address(a) for name, a in arrays.items()}, 0 if logits is None else logits.shape[1],
+                             0 if spans is None else spans.shape[1], scratch_bytes, stall_limit_s)
+        if threads is not None and threads > available_cpus():
+            out["spin_limit"] = SPINS_CROWDED
+        return out
 
     def launch_at(self, addresses: Mapping[str, int], logits_positions: int, span_capacity: int, scratch_bytes: int,
                   stall_limit_s: float) -> np.ndarray:
         """The `Launch` of one run over memory at `addresses` (by the names of its fields), which must outlive the run."""
         graph, out = self.graph, np.zeros(1, layout.dtype("Launch"))
         values = {
-            "logits_out_positions": logits_positions, "max_batch": self.max_batch,
+            "logits_out_positions": logits_positions, "flagged_stride": graph.flagged_bytes, "max_batch": self.max_batch,
             "max_rows": graph.max_rows, "max_context": self.max_context, "max_pages": self.max_pages, "num_pages": self.num_pages,
             "workers": graph.num_workers, "span_capacity": span_capacity,
             "scratch_bytes": scratch_bytes, "stall_limit_ns": int(stall_limit_s * 1e9), "num_events": len(graph.events),
-            "spin_limit": SPINS if available_cpus() >= graph.num_workers else SPINS_CROWDED,
+            "ranks": 1, "spin_limit": SPINS if available_cpus() >= graph.num_workers else SPINS_CROWDED,
         }
         for name, value in {**addresses, **values}.items():
             out[name] = value

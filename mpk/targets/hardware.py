@@ -23,6 +23,9 @@ class Figure:
     date: str
 
 
+UNKNOWN_PEERS = Figure(65536.0, "guessed: no figure in the description", "2026-11-30")
+
+
 @dataclass(frozen=True)
 class KernelPlan:
     """How the persistent kernel of a GPU is laid out. Bytes a block.
@@ -61,7 +64,9 @@ class Target:
     max_rows: int = 256  # token rows of one step, at most
     append_in: str = "qkv"  # which task rotates queries and keys and appends to the cache: "qkv" or "attention"
     swiglu_columns: int = 16  # output columns of a tile of a gate / up product
+    flagged: bool = False  # activations are their own flags (mpk.graph.tensor_graph.Value)
     activation_bytes: int = 4  # of an element of an activation: 4 (float32) or 2 (bf16)
+    two_shot_bytes: Figure = UNKNOWN_PEERS  # of a message between ranks: most that a rank sends in one shot
     device: str = ""  # part of the name by which a GPU's driver calls it
     kernel: KernelPlan | None = None  # of the `cuda` back end
     simulation_only: bool = False  # described to be lowered for and simulated; no program is generated for it
@@ -122,7 +127,9 @@ def load(name: str) -> Target:
         max_signals_per_task=int(data["limits"]["max_signals_per_task"]),
         append_in=str(data.get("fusion", {}).get("append_in", "qkv")),
         swiglu_columns=int(data.get("fusion", {}).get("swiglu_columns", 16)),
+        flagged=bool(data.get("fusion", {}).get("flagged", False)),
         activation_bytes=int(data.get("fusion", {}).get("activation_bytes", 4)),
+        two_shot_bytes=figure("peers", "two_shot_bytes") if "peers" in data else UNKNOWN_PEERS,
         device=str(data.get("device", "")), kernel=_kernel_plan(data["kernel"]) if "kernel" in data else None,
         simulation_only=bool(data.get("simulation_only", False)),
     )

@@ -8,7 +8,7 @@ namespace mpk {
 constexpr int WARPS = emulation::WARPS, THREADS = emulation::THREADS, BLOCK_THREADS = THREADS, SCRATCH_BYTES = emulation::SHARED_BYTES, MAX_ROWS = 16;
 
 struct StepView {
-  int rows, logit_rows, segment_count, reserved;
+  int rows, logit_rows, segment_count, previous_rows;
   int64_t number;
   int32_t row_token[MAX_ROWS], row_slot[MAX_ROWS], row_position[MAX_ROWS], logit_row[MAX_ROWS];
   Segment segments[MAX_ROWS];
@@ -19,6 +19,9 @@ struct Block {
   int sm, sms, thread, warp, lane;
   unsigned char* scratch;
   void sync() const { emulation::block_meeting.attend(THREADS); }
+  void wait() {}
+  void arrived() {}
+  bool may_poll(uint32_t&) const { std::fprintf(stderr, "a flagged word is EMPTY that nobody will write\n"), std::abort(); }
 };
 
 }  // namespace mpk

@@ -31,13 +31,21 @@ struct Context {
   int64_t logits_out_positions;
   int64_t* token_ns;        // [max_batch][max_context] time at which a generated token was published, or null
   const int32_t* cancel;    // set by the host while the program runs: stop after this step
+  int64_t flagged_stride;   // CUDA back end: bytes between the two copies of flagged buffers
   int32_t max_batch, max_rows, max_context, max_pages, num_pages;
+  int32_t rank, ranks;      // of this program among those that share the model
+  const uint64_t* peers;    // [ranks] addresses of every rank's peer memory, see peer.hpp; null where there is one rank
+  uint32_t flag_base;
 };
 
 // Private memory of one worker thread.
 struct Worker {
   int32_t index, count;
   unsigned char* scratch;  // 64-byte aligned, as many bytes as the graph's plan says
+  // For tasks that wait for another rank: called at every try, with what is waited for; false: give up, leave the task at once.
+  bool (*keep_waiting)(Worker& worker, int64_t tries, int source, uint32_t expected, uint32_t seen);
+  void* loop;    // the worker's loop, for keep_waiting
+  bool gave_up;  // keep_waiting said so
 };
 
 template <class T>
