@@ -7,6 +7,7 @@ towards the start keeps what the data do not determine where it was.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
@@ -28,10 +29,11 @@ from mpk.targets import hardware
 
 STEP_WEIGHT, RUN_WEIGHT, WAIT_WEIGHT, PULL = 10.0, 2.0, 0.5, 0.02
 WORKER_FIELDS = ("event_us", "fence_us", "fence_drains", "step_us", "queue_share", "latency_us", "window_kb", "memory_share")
-STREAMED_FIELDS = ("start", "start_kb", "stage", "group", "end")  # of a kind whose weights go through the ring
+STREAMED_FIELDS = ("start", "start_kb", "stage", "level", "group", "end")  # of a kind whose weights go through the ring
 FEW_LAYERS = 2
 LEAST = 1e-3  # of a parameter, so that steps in proportion to it can leave zero
-PLAIN_FIELDS = ("end", "append", "load_kb", "end_row")
+PLAIN_FIELDS = ("before", "before_row", "end", "append", "load_kb", "end_row")
+OPTIONAL = ("load_kb", "append", "before", "before_row", "level", "end_row")  # left alone where the start is without them
 
 
 @dataclass
@@ -97,16 +99,19 @@ def cases(measurements: Sequence[Measurement]) -> list[Case]:
     from mpk import frontend
     from mpk.compiler import Compiler
 
-    graphs: dict[tuple[str, str, int], tuple[int, tuple[SMTaskGraph, ...]]] = {}
+    graphs: dict[tuple[str, str, int, int, str], tuple[int, tuple[SMTaskGraph, ...]]] = {}
+    out = []
     for m in measurements:
-        key = (m.model, m.target, m.max_batch)
+        key = (m.model, m.target, m.max_batch, m.tp, json.dumps(m.options))
         if key not in graphs:
             loaded = frontend.load(m.model, shapes=True)
-            config, compiler = loaded.config, Compiler(m.target, max_batch=m.max_batch, use_tuned=False)
+            config, compiler = loaded.config, Compiler(m.target, max_batch=m.max_batch, use_tuned=False, tensor_parallel_size=m.tp)
+            compiler.target = replace(compiler.target, **m.options)  # of the program that was measured
             counts = (FEW_LAYERS, 2 * FEW_LAYERS) if config.num_layers > 2 * FEW_LAYERS else (config.num_layers,)
             parts = tuple(compiler.lower_model(replace(loaded, config=first_layers(config, n))) for n in counts)
             graphs[key] = (config.num_layers, parts)
-    return [Case(m, parts, layers) for m in measurements for layers, parts in [graphs[m.model, m.target, m.max_batch]]]
+        out.append(Case(m, graphs[key][1], graphs[key][0]))
+    return out
 
 
 @dataclass(frozen=True)
@@ -141,7 +146,7 @@ def parameters(costs: Costs, streamed: set[str], seen: set[tuple[str, int]]) -> 
         if used:
             names = STREAMED_FIELDS if kind.name in streamed else PLAIN_FIELDS
             several = len({rows for name, rows in seen if name == kind.name and _entry(costs.kinds, name, rows) is kind}) > 1
-            out += [Parameter(i, name) for name in names if (name not in ("load_kb", "append") or getattr(kind, name) > 0) and (name != "end_row" or several)]
+            out += [Parameter(i, name) for name in names if (name not in OPTIONAL or getattr(kind, name) > 0) and (not name.endswith("_row") or several)]
     return out
 
 

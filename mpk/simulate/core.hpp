@@ -8,6 +8,10 @@
 // Device memory is one server that serves requests in the order of their issue; since every worker has a bounded number of bytes on
 // their way, that shares bandwidth equally among those who ask. `share[w]` scales how long worker w stands in that line: SMs do not
 // get equal shares.
+//
+// Events are counters (a release by the producer, which waits for its own copies, then a poller that sees it), or data that is its own flag:
+// that is seen without a release, and by other devices once the link has brought it. Devices are alike and run alike, so one is simulated: what
+// it would receive from the others is what it sends itself, at the same time.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -23,19 +27,21 @@ enum Flags : int32_t {
   kPrefetches = 1,  // its direct loads begin before its events have come
   kOpens = 2,       // its loader may have `flight` bytes on their way while it runs
 };
+enum Via : int32_t { kCounter = 0, kCarried = 1, kLink = 2 };  // how an event is seen
 
 struct Task {
   Time earliest;                                  // after the step has begun: when the host has launched it (0: nobody launches it)
-  Time start, stage, group, end, chunk;           // input; a stage; after a group of stages; after the last; a chunk of direct loads
-  int64_t link_bytes;                             // sent to and received from other devices before the end
+  Time before, start, stage, group, end, chunk;   // until it polls; input; a stage; after a group of stages; after the last; a chunk of direct loads
+  int64_t link_bytes;                             // sent to other devices at its end
   int32_t stages, stage_bytes, group_stages;      // of weights, through the ring
   int32_t chunks, chunk_bytes;                    // loaded by the consumer itself
   int32_t flags, wait_begin, wait_count, signal_begin, signal_count;
+  int32_t source, unused;                         // earlier task of the queue whose message it receives; -1: none
 };
 
 struct Machine {
   double memory_ps_per_byte, port_ps_per_byte, link_ps_per_byte, queue_share, fence_drains;
-  Time memory_latency, issue, event, poll, fence, step, link_latency;
+  Time memory_latency, issue, event, flag, poll, fence, step, link_latency;
   int32_t workers, events, waits, tasks, steps, step_event;
   int32_t ring_stages, flight, idle_flight, window, pipelining, unused;
 };
@@ -43,17 +49,17 @@ struct Machine {
 // What happened to one task in one step; times since the beginning, kNever where there was nothing.
 struct Record {
   Time arrived, ready, begun, ended, published;  // reached in its queue; events seen; input there; work done; signals sent
-  Time starved, peer;                            // waiting for weights or direct loads; for other devices
-  Time load_begun, load_ended;
-  int32_t cause, unused;                         // task whose signal was the last to come; -1: none was waited for
+  Time starved, peer;                            // waiting for weights or direct loads; for other devices (the end of the wait)
+  Time load_begun, load_ended, sent;             // sent: when its message has come
+  int32_t cause, via;                            // task whose signal was the last to come, and how; -1: none was waited for
 };
 
 class Simulator {
  public:
   Simulator(const Machine& m, const Task* tasks, const int32_t* begin, const int32_t* waits, const int32_t* signals, const int32_t* threshold,
-            const double* share, Record* records)
-      : m_(m), tasks_(tasks), begin_(begin), waits_(waits), signals_(signals), threshold_(threshold), share_(share), records_(records),
-        workers_(m.workers), count_(m.events, 0), reached_(m.events, 0), reached_time_(m.events, 0), cause_(m.events, -1), waiting_(m.events) {
+            const int32_t* via, const double* share, Record* records)
+      : m_(m), tasks_(tasks), begin_(begin), waits_(waits), signals_(signals), threshold_(threshold), via_(via), share_(share),
+        records_(records), workers_(m.workers), count_(m.events, 0), reached_(m.events, 0), reached_time_(m.events, 0), cause_(m.events, -1), waiting_(m.events) {
     for (int w = 0; w < m.workers; ++w)
       for (int t = begin[w]; t < begin[w + 1]; ++t)
         if (tasks[t].stages > 0) workers_[w].loads.push_back(t);
@@ -78,11 +84,11 @@ class Simulator {
   int64_t events() const { return order_; }
 
  private:
-  enum Kind : int32_t { kStageArrives, kStageEnds, kIssue, kReady, kBegin, kEnd, kPublish, kChunkArrives, kChunkEnds, kChunkIssue, kPeer };
+  enum Kind : int32_t { kStageArrives, kStageEnds, kIssue, kReady, kBegin, kEnd, kPublish, kChunkArrives, kChunkEnds, kChunkIssue, kPoll, kMessage };
   struct Event {
     Time time;
     int64_t order;
-    int32_t kind, worker;
+    int32_t kind, worker, event;
     bool operator<(const Event& o) const { return time != o.time ? time > o.time : order > o.order; }
   };
   struct Worker {
@@ -101,12 +107,14 @@ class Simulator {
     Time idle_since = kNever;
     int32_t unseen = 0;  // events that have not come
     Time ready = 0, chunk_last = 0;
+    bool polls = false;
   };
 
   Record& record(const Worker& k) { return records_[int64_t(k.step) * m_.tasks + k.task]; }
-  void push(Time time, Kind kind, int worker) { heap_.push({time, order_++, kind, worker}); }
+  void push(Time time, Kind kind, int worker, int event = -1) { heap_.push({time, order_++, kind, worker, event}); }
 
   void handle(const Event& e) {
+    if (e.kind == kMessage) return signal(e.event, e.worker, e.time);  // of a task, not of a worker
     Worker& k = workers_[e.worker];
     switch (e.kind) {
       case kStageArrives: ++k.arrived; load(e.worker, e.time); use(e.worker, e.time); return;
@@ -116,10 +124,11 @@ class Simulator {
       case kBegin: begin(e.worker, e.time); return;
       case kEnd: end(e.worker, e.time); return;
       case kPublish: publish(e.worker, e.time); return;
-      case kChunkArrives: ++k.chunks_arrived; use(e.worker, e.time); return;
+      case kChunkArrives: ++k.chunks_arrived; poll(e.worker, e.time); use(e.worker, e.time); return;
       case kChunkEnds: ++k.used, k.busy = false; fetch(e.worker, e.time); use(e.worker, e.time); return;
       case kChunkIssue: k.chunk_pending = false; fetch(e.worker, e.time); return;
-      case kPeer: finish(e.worker, e.time); return;
+      case kPoll: poll(e.worker, e.time); return;
+      case kMessage: return;
     }
   }
 
@@ -168,8 +177,20 @@ class Simulator {
     Record& r = record(k);
     r.arrived = t, r.cause = -1;
     k.used = k.chunks_issued = k.chunks_arrived = 0, k.begun = k.busy = false, k.unseen = 0;
-    k.idle_since = kNever, k.ready = t, k.chunk_last = 0;
+    k.idle_since = kNever, k.ready = t, k.chunk_last = 0, k.polls = false;
     if (task.flags & kPrefetches) fetch(w, t);
+    if (task.before > 0) return push(t + task.before, kPoll, w);
+    poll(w, t);
+  }
+  // Begins to look for the task's events, once what it fetches before has come.
+  void poll(int w, Time t) {
+    Worker& k = workers_[w];
+    if (k.step >= m_.steps || k.polls) return;
+    const Task& task = tasks_[k.task];
+    Record& r = record(k);
+    if (t < r.arrived + task.before) return;
+    if ((task.flags & kPrefetches) && k.chunks_arrived < std::min(task.chunks, window(task))) return;
+    k.polls = true, k.ready = t;
     for (int i = task.wait_begin; i < task.wait_begin + task.wait_count; ++i) {
       const int e = waits_[i];
       if (reached_[e] > k.step)
@@ -177,7 +198,13 @@ class Simulator {
       else
         ++k.unseen, waiting_[e].push_back(w);
     }
+    if (task.source >= 0) hear(k, r, task.source);
     if (k.unseen == 0) launch(w);
+  }
+  // A message comes over the link when the other devices' task that sends it has ended, which is when this device's has.
+  void hear(Worker& k, Record& r, int source) {
+    const Time come = records_[int64_t(k.step) * m_.tasks + source].sent;
+    if (come > k.ready) r.peer = come - k.ready, k.ready = come, r.cause = source, r.via = kLink;
   }
   void launch(int w) {
     Worker& k = workers_[w];
@@ -185,10 +212,14 @@ class Simulator {
     push(task.earliest > 0 ? std::max(k.ready, step_begun_ + task.earliest) : k.ready, kReady, w);
   }
   void see(Worker& k, Record& r, int e, Time t) {
-    Time visible = reached_time_[e] + (e == m_.step_event ? m_.event + m_.step : m_.event);
+    const Time hop = via_[e] == kCounter ? m_.event : via_[e] == kCarried ? m_.flag : 0;
+    Time visible = reached_time_[e] + (e == m_.step_event ? hop + m_.step : hop);
     if (e == m_.step_event && k.step == 0) visible = m_.step;
     if (e == m_.step_event) step_begun_ = visible;
-    if (visible > k.ready) k.ready = visible, r.cause = cause_[e];
+    if (visible > k.ready) {
+      r.peer = via_[e] == kLink ? visible - k.ready : 0;
+      k.ready = visible, r.cause = cause_[e], r.via = via_[e];
+    }
     k.ready = std::max(k.ready, t + m_.poll);
   }
   void ready(int w, Time t) {
@@ -229,12 +260,12 @@ class Simulator {
     const bool group = task.group_stages > 0 && (k.used + 1) % task.group_stages == 0 && k.used + 1 < task.stages;
     push(t + task.stage + (group ? task.group : 0), kStageEnds, w);
   }
+  int32_t window(const Task& task) const { return std::max(1, m_.window / std::max(1, task.chunk_bytes)); }
   // Direct loads of the consumer.
   void fetch(int w, Time t) {
     Worker& k = workers_[w];
     const Task& task = tasks_[k.task];
-    const int window = std::max(1, m_.window / std::max(1, task.chunk_bytes));
-    while (k.chunks_issued < task.chunks && k.chunks_issued - std::max(0, k.used - task.stages) < window) {
+    while (k.chunks_issued < task.chunks && k.chunks_issued - std::max(0, k.used - task.stages) < window(task)) {
       if (t < k.port_free) {
         if (!k.chunk_pending) k.chunk_pending = true, push(k.port_free, kChunkIssue, w);
         return;
@@ -247,19 +278,26 @@ class Simulator {
       r.load_ended = k.chunk_last;
     }
   }
+  // Data that is its own flag is out when the task ends; counters need a release, which waits for the worker's own copies on their way.
   void end(int w, Time t) {
-    const Task& task = tasks_[workers_[w].task];
-    if (task.link_bytes == 0) return finish(w, t);
-    link_free_ = std::max(link_free_, t) + Time(double(task.link_bytes) * m_.link_ps_per_byte + 0.5);
-    record(workers_[w]).peer = link_free_ + m_.link_latency - t;  // devices are alike: the others send at the same time
-    push(link_free_ + m_.link_latency, kPeer, w);
-  }
-  // A release waits for the worker's own copies that are on their way.
-  void finish(int w, Time t) {
     Worker& k = workers_[w];
-    record(k).ended = t;
+    const Task& task = tasks_[k.task];
+    Record& r = record(k);
+    r.ended = t;
+    if (task.link_bytes > 0) {
+      link_free_ = std::max(link_free_, t) + Time(double(task.link_bytes) * m_.link_ps_per_byte + 0.5);
+      r.sent = link_free_ + m_.link_latency;
+    }
+    bool counts = false;
+    for (int i = task.signal_begin; i < task.signal_begin + task.signal_count; ++i) {
+      const int e = signals_[i];
+      if (via_[e] == kCounter)
+        counts = true;
+      else
+        push(via_[e] == kLink && task.link_bytes > 0 ? r.sent : t, kMessage, k.task, e);
+    }
     Time published = t;
-    if (tasks_[k.task].signal_count > 0) {
+    if (counts) {
       published += m_.fence;
       if (k.issued > k.arrived) published = std::max(published, t + Time(double(k.last_arrival - t) * m_.fence_drains));
     }
@@ -270,7 +308,8 @@ class Simulator {
     const Task& task = tasks_[k.task];
     record(k).published = t;
     ++done_;
-    for (int i = task.signal_begin; i < task.signal_begin + task.signal_count; ++i) signal(signals_[i], k.task, t);
+    for (int i = task.signal_begin; i < task.signal_begin + task.signal_count; ++i)
+      if (via_[signals_[i]] == kCounter) signal(signals_[i], k.task, t);
     if (++k.task == begin_[w + 1]) {
       k.task = begin_[w];
       if (++k.step >= m_.steps) return;
@@ -296,7 +335,7 @@ class Simulator {
 
   Machine m_;
   const Task* tasks_;
-  const int32_t *begin_, *waits_, *signals_, *threshold_;
+  const int32_t *begin_, *waits_, *signals_, *threshold_, *via_;
   const double* share_;
   Record* records_;
   std::vector<Worker> workers_;

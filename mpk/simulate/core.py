@@ -18,8 +18,8 @@ SOURCE = f"""#include "core.hpp"
 using namespace mpk::simulate;
 static_assert(sizeof(Task) == {TASK.itemsize} && sizeof(Machine) == {MACHINE.itemsize} && sizeof(Record) == {RECORD.itemsize}, "layout differs from Python's");
 extern "C" __attribute__((visibility("default"))) int64_t mpk_simulate(const Machine* machine, const Task* tasks, const int32_t* begin, const int32_t* waits,
-    const int32_t* signals, const int32_t* thresholds, const double* shares, Record* records, int64_t* events) {{
-  Simulator simulator(*machine, tasks, begin, waits, signals, thresholds, shares, records);
+    const int32_t* signals, const int32_t* thresholds, const int32_t* via, const double* shares, Record* records, int64_t* events) {{
+  Simulator simulator(*machine, tasks, begin, waits, signals, thresholds, via, shares, records);
   const int64_t done = simulator.run();
   *events = simulator.events();
   return done;
@@ -34,7 +34,7 @@ def _library() -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise InternalError(f"the compiled simulator {path} cannot be loaded: {error}") from error
-    library.mpk_simulate.argtypes, library.mpk_simulate.restype = [ctypes.c_void_p] * 9, ctypes.c_int64
+    library.mpk_simulate.argtypes, library.mpk_simulate.restype = [ctypes.c_void_p] * 10, ctypes.c_int64
     return library
 
 
@@ -45,9 +45,9 @@ def run(program: Program) -> tuple[np.ndarray, int]:
     """
     steps, count = int(program.machine["steps"][0]), len(program.tasks)
     records = np.zeros((steps, count), RECORD)
-    records["load_begun"] = records["load_ended"] = records["published"] = records["cause"] = -1
+    records["load_begun"] = records["load_ended"] = records["published"] = records["cause"] = records["sent"] = -1
     events = np.zeros(1, np.int64)
-    arrays = (program.machine, program.tasks, program.begin, program.waits, program.signals, program.thresholds, program.shares, records, events)
+    arrays = (program.machine, program.tasks, program.begin, program.waits, program.signals, program.thresholds, program.via, program.shares, records, events)
     done = int(_library().mpk_simulate(*(address(a) for a in arrays)))
     if done != steps * count:
         step, place = (int(i) for i in np.argwhere(records["published"] < 0)[0])

@@ -27,7 +27,8 @@ class KindCost:
     `start`: from the events to the first stage, with the input fetched (`start_kb` more per KB of input). `stage`: a stage of weights
     used up (`stage_kb` per KB of it, `stage_row` per row above the first). `group`: after a group of stages. `end`: from the last stage
     to the end (`end_row` per row above the first, `end_kb` per KB written, `append` for a task that writes to the cache). `load_kb`: a KB that the consumer loads itself.
-    `prefetches`: its own loads begin before its events have come.
+    `prefetches`: its own loads begin before its events have come, and as many as there is room for have to be there before it polls.
+    `before`: until it polls (`before_row` per row above the first). `level`: to bring in a part of a normed input of several rows.
     """
 
     name: str = "default"
@@ -43,6 +44,9 @@ class KindCost:
     end_kb: float = 0.0
     append: float = 0.0
     load_kb: float = 0.0
+    before: float = 0.0
+    before_row: float = 0.0
+    level: float = 0.0
     prefetches: bool = False
 
 
@@ -50,7 +54,7 @@ class KindCost:
 class WorkerCost:
     """The protocol of a worker. Microseconds, GB/s, KB.
 
-    `event_us`: from a signal to a waiter that polls; `poll_us`: to see an event that has come. `fence_us`: a release of a quiet worker;
+    `event_us`: from a signal to a waiter that polls; `flag_us`: the same for data that is its own flag; `poll_us`: to see an event that has come. `fence_us`: a release of a quiet worker;
     `fence_drains`: share of the time until the worker's own copies on their way have come that it waits at least. `step_us`: to read a step's plan. `latency_us`: of device
     memory without queueing. `issue_us`, `port_gb_s`: the loader asks for a stage every issue_us + bytes / port_gb_s. `queue_share`: part
     of the queue for device memory in which an activation stands too. `memory_share`: of the target's bandwidth that a program reaches. `window_kb`: most that a consumer has on its way itself.
@@ -58,6 +62,7 @@ class WorkerCost:
     """
 
     event_us: float
+    flag_us: float = 0.0
     poll_us: float = 0.0
     fence_us: float = 0.0
     fence_drains: float = 0.0

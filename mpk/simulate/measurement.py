@@ -31,7 +31,7 @@ class OperatorTimes:
 class Measurement:
     """One model, batch and context on a device. `step_us`: median of untraced steps; `operators`: from a traced run, may be empty.
 
-    `max_batch`, `max_rows`, `workers`, `options`: what the graph was lowered with. `flight`: bytes on their way of the run, where they
+    `max_batch`, `tp`: what the graph was lowered for; `options`: fields of the target that were different then. `flight`: bytes on their way of the run, where they
     are not the target's own.
     """
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpk.graph.sm_task_graph import SMTaskGraph
+from mpk.simulate.program import LINK
 from mpk.simulate.simulator import Simulation
 
 CRITICAL = ("run", "input", "weights", "hand_off", "publish", "peer")  # what a step on the critical path is spent with
@@ -50,7 +51,7 @@ def idle(simulation: Simulation) -> dict[str, float]:
     first = np.zeros(len(records), bool)
     queues = np.diff(program.begin) > 0
     first[program.begin[:-1][queues]] = True
-    waited = np.minimum(records["ready"], end) - np.maximum(records["arrived"], begin)
+    waited = np.minimum(records["ready"], end) - np.maximum(records["arrived"], begin) - records["peer"]
     whole = float(end - begin) * len(program.begin[:-1])
     last = records["published"][program.begin[1:][queues] - 1]
     lost = {"event": waited[~first].sum(), "weights": records["starved"].sum(), "step": np.maximum(waited[first], 0).sum(),
@@ -75,8 +76,7 @@ def critical_path(simulation: Simulation) -> dict[str, dict[str, float]]:
     while True:
         r = records[at]
         row = out.setdefault(operator_name(graph, int(program.ids[at])), dict.fromkeys(CRITICAL, 0.0))
-        pieces = {"publish": upto - r["ended"], "peer": r["peer"], "weights": r["starved"], "run": r["ended"] - r["begun"] - r["starved"] - r["peer"],
-                  "input": r["begun"] - r["ready"]}
+        pieces = {"publish": upto - r["ended"], "weights": r["starved"], "run": r["ended"] - r["begun"] - r["starved"], "input": r["begun"] - r["ready"]}
         for name, took in pieces.items():
             row[name] += int(took) / 1e6
         cause = int(r["cause"])
@@ -84,15 +84,15 @@ def critical_path(simulation: Simulation) -> dict[str, dict[str, float]]:
             row["hand_off"] += (int(r["ready"]) - begin) / 1e6  # it waited for the step to begin
             return out
         at = cause if cause >= 0 else at - 1
-        upto = int(records["published"][at])
-        row["hand_off"] += (int(r["ready"]) - upto) / 1e6
+        carried = cause >= 0 and int(r["via"]) != 0  # no release was waited for
+        upto = int(records["ended" if carried else "published"][at])
+        row["peer" if cause >= 0 and int(r["via"]) == LINK else "hand_off"] += (int(r["ready"]) - upto) / 1e6
 
 
 def overlap(simulation: Simulation) -> float:
     """Of the time in which data are on the link, the share in which weights or keys and values arrive too; 0 without a link."""
     r = simulation.records[-1]
-    computed = r["ended"] - r["peer"]
-    link = _union(np.stack([computed, r["ended"]], axis=1)[r["peer"] > 0])
+    link = _union(np.stack([r["ended"], r["sent"]], axis=1)[r["sent"] >= 0])
     loads = _union(np.stack([r["load_begun"], r["load_ended"]], axis=1)[r["load_begun"] >= 0])
     total = float((link[:, 1] - link[:, 0]).sum()) if len(link) else 0.0
     if not total:

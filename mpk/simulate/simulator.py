@@ -65,7 +65,6 @@ class Simulation:
         first = np.zeros(len(r), bool)
         first[program.begin[:-1][np.diff(program.begin) > 0]] = True
         moved = program.column("memory_bytes")[program.ids]
-        computed = r["ended"] - r["peer"]
 
         def part(role: int, phase: int, start: np.ndarray, end: np.ndarray, size: np.ndarray | None = None) -> np.ndarray:
             out = np.zeros(len(r), SPAN)
@@ -77,13 +76,11 @@ class Simulation:
             return out
 
         # Waits for single stages within a task are drawn as one, before it runs.
-        peers = r["peer"] > 0
-        busy = r["ready"] + r["starved"]
-        spans = [part(CONSUMER, WAIT_EVENT, r["arrived"], r["ready"]), part(CONSUMER, WAIT_WEIGHTS, r["ready"], busy),
-                 part(CONSUMER, RUN, busy, np.where(peers, computed, r["published"]))]
-        if peers.any():
-            spans += [part(CONSUMER, WAIT_PEER, computed, r["ended"]), part(CONSUMER, RUN, r["ended"], np.where(peers, r["published"], r["ended"])),
-                      part(LINK, RUN, computed, r["ended"], program.column("link")[program.ids])]
+        peer, busy = r["ready"] - r["peer"], r["ready"] + r["starved"]
+        spans = [part(CONSUMER, WAIT_EVENT, r["arrived"], peer), part(CONSUMER, WAIT_PEER, peer, r["ready"]),
+                 part(CONSUMER, WAIT_WEIGHTS, r["ready"], busy), part(CONSUMER, RUN, busy, r["published"])]
+        sent = r["sent"] >= 0
+        spans.append(part(LINK, RUN, r["ended"], r["sent"], program.column("link")[program.ids])[sent])
         loaded = r["load_begun"] >= 0
         spans.append(part(LOADER, RUN, r["load_begun"], r["load_ended"], moved)[loaded])
         return spans

@@ -27,7 +27,8 @@ class Step:
 class Work(NamedTuple):
     """Of one task. Bytes; `stages` of `stage_bytes` are weights that go through the ring, used up in groups of `group`; `direct` is what
     the consumer loads from device memory itself; `read` and `written` are activations, `spilled` those of them that go through device
-    memory; `link` goes to other devices; `appends`: 1 for a task that writes to the key-value cache."""
+    memory; `link` goes to other devices; `appends`: 1 for a task that writes to the key-value cache;
+    `levels`: how often a part of a normed input is brought in, once a stage of every group of tiles."""
 
     rows: int
     tiles: int
@@ -41,6 +42,7 @@ class Work(NamedTuple):
     flops: int
     link: int
     appends: int
+    levels: int
 
     @property
     def memory(self) -> int:
@@ -81,8 +83,8 @@ class WorkModel:
         flops = task.cost.flops * batch
         if cached:  # the nominal context of the cost is not the one of this step
             flops = 4 * cached * self._group(op) // max(1, self._element(task))
-        return Work(batch, task.tile_end - task.tile_begin, stages, size, group, cached + gathered + weights, read, written, 0, flops, int(op.attrs.get("link_bytes", 0)),
-                    int(any(buffers[r.buffer].rows == "positions" for r in task.writes)))
+        return Work(batch, task.tile_end - task.tile_begin, stages, size, group, cached + gathered + weights, read, written, 0, flops, self._sent(task),
+                    int(any(buffers[r.buffer].rows == "positions" for r in task.writes)), self._levels(task, op, stages))
 
     def _stages(self, task: Task, op: Operator, kind: TaskKind | None) -> tuple[int, int, int]:
         """(stages, bytes of each, stages of a group of tiles) of the task's weights; (0, 0, 0) if none go through a ring."""
@@ -93,6 +95,15 @@ class WorkModel:
             shape = stage_shape(int(op.attrs["k"]))
             return tiles * shape.count, shape.bytes, max(groups(tiles)) * shape.count
         return -(-task.cost.weight_bytes // plan.stage_bytes), min(plan.stage_bytes, task.cost.weight_bytes), 0
+
+    def _levels(self, task: Task, op: Operator, stages: int) -> int:
+        tiles = task.tile_end - task.tile_begin
+        return stages // tiles * len(groups(tiles)) if stages >= tiles and "norm" in op.weights else 0
+
+    def _sent(self, task: Task) -> int:
+        """Bytes that go to the other devices."""
+        buffers = self.graph.buffers
+        return (self.graph.ranks - 1) * sum(self._bytes(buffers[r.buffer], r) for r in task.writes if buffers[r.buffer].kind == "peer")
 
     def _bytes(self, buffer: Buffer, region: Region) -> int:
         rows = 1 if buffer.rows == "step" else self.step.batch
