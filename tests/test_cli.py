@@ -62,7 +62,7 @@ def test_generate_streams_text_and_ends_with_a_summary(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("arguments", "text"), [
     (("generate", "--model", "/no/such/model"), "no model '/no/such/model'"),
-    (("generate", "--target", "h9000"), "target 'h9000'; known targets: auto, cpp, h100, h200"),
+    (("generate", "--target", "h9000"), "target 'h9000'; known targets: auto, a100-80g, b200, cpp, h100, h200, rtx5090"),
     (("generate", "--prompt", ""), "the prompt is empty"),
     (("generate", "--prompt", "a", "--prompt-file", "b"), "--prompt and --prompt-file, expected only one of them"),
     (("generate", "--prompt-file", "/no/such/file"), "prompt file /no/such/file"),
