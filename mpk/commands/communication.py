@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -10,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpk.graph.peers import received, sent
-from mpk.runtime.perfetto import RUN
+from mpk.simulate.timeline import CONSUMER, RUN
 
 if TYPE_CHECKING:
     from mpk.graph.sm_task_graph import SMTaskGraph
+    from mpk.simulate.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class Exchange:
         return max(self.received - self.first_sent, 1) / 1e3
 
 
-def exchanges(graph: SMTaskGraph, spans: Sequence[np.ndarray]) -> list[Exchange]:
-    """All exchanges in the trace of one rank (Span arrays, one a worker) that it holds whole."""
+def exchanges(graph: SMTaskGraph, spans: np.ndarray) -> list[Exchange]:
+    """All exchanges in the spans of one rank that these hold whole."""
     ends: dict[int, list[int]] = {}
-    for worker in spans:
-        for span in worker[worker["phase"] == RUN]:
-            ends.setdefault(int(span["task"]), []).append(int(span["end_ns"]))
+    runs = spans[(spans["phase"] == RUN) & (spans["role"] == CONSUMER)]
+    for task, end in zip(runs["task"].tolist(), runs["end_ns"].tolist(), strict=True):
+        ends.setdefault(task, []).append(end)
     found = []
     for receiver in sorted({t.op for t in graph.tasks if received(graph, t)}):
         tasks = [t.id for t in graph.tasks if t.op == receiver]
@@ -53,20 +53,17 @@ def exchanges(graph: SMTaskGraph, spans: Sequence[np.ndarray]) -> list[Exchange]
     return found
 
 
-def report(graph: SMTaskGraph, ranks: Sequence[Sequence[np.ndarray]]) -> dict[str, Any]:
-    """Exposed microseconds of a sum over ranks (median) and of all messages of a step, and the hidden share, over the traces of all ranks."""
-    found = [exchanges(graph, spans) for spans in ranks]
+def report(timeline: Timeline) -> dict[str, Any]:
+    """Exposed microseconds of a sum over ranks (median) and of all messages of a step, and the hidden share, over all ranks."""
+    graph = timeline.graph
+    found = [exchanges(graph, timeline.spans[timeline.spans["device"] == rank]) for rank in range(timeline.devices)]
     every = [e for rank in found for e in rank]
-    sums = [e.exposed_us for e in every if graph_kind(graph, e.operator) == "all_reduce"]
+    kinds = {op.name: op.kind for op in graph.tensor_graph.operators}
+    sums = [e.exposed_us for e in every if kinds[e.operator] == "all_reduce"]
     if not sums:
         return {"messages": 0}
     names = {e.operator for e in every}
-    steps = len(every) / len(names) / len(ranks)
+    steps = len(every) / len(names) / timeline.devices
     exposed, under_way = sum(e.exposed_us for e in every), sum(e.under_way_us for e in every)
-    return {"messages": len(names), "all_reduce_exposed_us": round(median(sums), 3), "exposed_us_per_step": round(exposed / steps / len(ranks), 2),
+    return {"messages": len(names), "all_reduce_exposed_us": round(median(sums), 3), "exposed_us_per_step": round(exposed / steps / timeline.devices, 2),
             "hidden_share": round(1 - exposed / under_way, 4)}
-
-
-def graph_kind(graph: SMTaskGraph, operator: str) -> str:
-    """Kind of an operator by its name."""
-    return next(op.kind for op in graph.tensor_graph.operators if op.name == operator)
