@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mpk.codegen.layout import MAX_RANKS as MAX_RANKS
 from mpk.graph.tensor_graph import Scalar
 
 WORD_BYTES = 8
