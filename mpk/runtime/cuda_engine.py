@@ -55,8 +55,8 @@ class LoadedProgram:
             self.loader.fill_random(random_seed)
 
 
-def check_device(device: Device, graph: SMTaskGraph, plan: KernelPlan, shared: int) -> None:
-    """Raise `TargetError` with the numbers for a GPU that is too old, too small or too full."""
+def check_device(device: Device, graph: SMTaskGraph, plan: KernelPlan, shared: int, peer_bytes: int = 0) -> None:
+    """Raise `TargetError` with the numbers for a GPU that is too old, too small or too full; `peer_bytes`: for messages between ranks."""
     found = device.properties()
     what = f"device {device.index} ({found.name})"
     if found.capability != plan.capability:
@@ -68,7 +68,7 @@ def check_device(device: Device, graph: SMTaskGraph, plan: KernelPlan, shared: i
     if found.shared_memory_per_block < shared:
         raise TargetError(f"{what}: shared memory of a block", expected=f"{shared} bytes", actual=str(found.shared_memory_per_block))
     free, total = device.free_memory()
-    needed = graph.weight_bytes + graph.arena_bytes
+    needed = graph.weight_bytes + graph.arena_bytes + peer_bytes
     if needed > free:
         raise TargetError(f"weights and activations of the model on {what}: {gib(needed)}", expected=f"at most {gib(free)}, what is free of {gib(total)}",
                           remedy="stop other programs on the device, or use a smaller model")

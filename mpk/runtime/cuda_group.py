@@ -147,6 +147,9 @@ class CudaGroupExecutor:
     def run(self) -> int:
         """Launch all kernels, wait for all, fetch what they made; returns the gravest of their codes."""
         launched: list[CudaRankExecutor] = []
+        for executor in self.executors:  # what was sent and cleared is there before any kernel can write to another's memory
+            executor.program.device.use()
+            executor.program.device.synchronize()
         try:
             for executor in self.executors:
                 executor.launch()
@@ -198,7 +201,7 @@ def build_cuda_group_engine(graph: SMTaskGraph, source: WeightSource, *, progres
         connect(devices)
         for device in devices:
             device.use()
-            check_device(device, graph, plan, shared_bytes(plan))
+            check_device(device, graph, plan, shared_bytes(plan), graph.peer_bytes)
     builder = CudaProgramBuilder(graph)
     report("compile the program", 0, 1)
     cubin = compile_cuda_program(builder, plan)
