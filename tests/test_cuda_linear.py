@@ -119,7 +119,7 @@ def test_products_of_any_number_of_rows_are_those_of_the_reference(case: Case) -
         run = Product(case, segments)
         expected = run.reference()
         tiles = kind_of(case.op).tiles(case.op, case.graph)
-        whole, parts = run.execute(1, 3), run.execute(min(tiles, 3), 0)
+        whole, parts = run.execute(1, min(3, run.rows)), run.execute(min(tiles, 3), 0)
         assert np.array_equal(whole, parts), f"{segments}: bits depend on the distribution of tiles"
         distance = np.linalg.norm(whole - expected) / np.linalg.norm(expected)
         assert distance < 6e-3, f"{segments}: {distance}"
