@@ -17,6 +17,16 @@ namespace mpk::linear {
 constexpr bool waits_inside = true;
 constexpr int kStore = 0, kResidual = 1, kSwiglu = 2;
 constexpr int kTileRows = 16, kGroup = 8;
+constexpr int SCRATCH_RESERVE = 512;  // bytes at the end of a block's scratch memory that products leave to who calls them
+
+// Who else wants the outputs: `take` gets what each thread stores (consecutive columns of a row, always the same row), `finish` is called by
+// all threads at the end. The head has one (head/cuda.cuh).
+struct NoSink {
+  template <int N>
+  __device__ __forceinline__ void take(int, int, const float (&)[N]) {}
+  template <int STRIDE>
+  __device__ __forceinline__ void finish(Block&) {}
+};
 
 constexpr int round_to(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -284,13 +294,14 @@ __device__ __forceinline__ void clear_old(const Context& c, const Instruction& i
     for (int column = begin + b.lane * 2; column < end; column += 64) clear_4(old + int64_t(row) * S::n + column);
 }
 
-template <class V, class Input>
-__device__ __forceinline__ void product(const Context& c, const Instruction& in, Block& b, int rows) {
+template <class V, class Input, class Sink>
+__device__ __forceinline__ void product(const Context& c, const Instruction& in, Block& b, int rows, Sink& sink) {
   using S = Shape<V>;
   using M = Sums<V, Input>;
   using F = Finish<V, Input>;
   constexpr int rounds = kGroup / M::kRound;
-  static_assert(M::kBytes <= SCRATCH_BYTES, "scratch");
+  static_assert(M::kBytes <= SCRATCH_BYTES - SCRATCH_RESERVE, "scratch");
+  static_assert(THREADS / F::kPairs % Input::kRows == 0, "a thread's outputs are of one row");
   const float* params = reinterpret_cast<const float*>(c.params + in.params);
   const float* bias = params + (V::norm ? S::k : 0);
   void* out = S::wide ? operand<unsigned char>(c, in, 1) : flagged<unsigned char>(c, in, 1, b);
@@ -360,12 +371,13 @@ __device__ __forceinline__ void product(const Context& c, const Instruction& in,
         }
       }
       b.sync();
-      F::run(b, sums, bias, out, residual, rows, first + r * M::kRound, count - r * M::kRound, old[r]);
+      F::run(b, sums, bias, out, residual, rows, first + r * M::kRound, count - r * M::kRound, old[r], sink);
       if constexpr (M::kSets == 1) b.sync();  // before the sums are overwritten
       ++b.round;
     }
     first += count;
   }
+  sink.template finish<Input::kRows>(b);
 }
 
 // No row wants this product, but its weights are in the ring.
@@ -379,18 +391,18 @@ __device__ __forceinline__ void skip(const Instruction& in, Block& b) {
   b.sync();  // once in every body
 }
 
-template <class V>
-__device__ __forceinline__ void run(const Context& c, const Instruction& in, Block& b) {
+template <class V, class Sink = NoSink>
+__device__ __forceinline__ void run(const Context& c, const Instruction& in, Block& b, Sink sink = {}) {
   using Slice = SliceInput<V>;
   const int rows = V::gather_logit_rows ? b.step->logit_rows : b.step->rows;
   if (rows == 0) return skip<V>(in, b);
   clear_old<V>(c, in, b);
   // Which of the two is the same for all products of a step but the last, which threads meet before (it signals): their scratch memory
   // is laid out differently.
-  if constexpr (Sums<V, Slice>::kBytes <= SCRATCH_BYTES)
-    if (rows == 1) return product<V, Slice>(c, in, b, rows);
+  if constexpr (Sums<V, Slice>::kBytes <= SCRATCH_BYTES - SCRATCH_RESERVE)
+    if (rows == 1) return product<V, Slice>(c, in, b, rows, sink);
   // Half of the columns of the tensor core idle with 8 rows or fewer, which costs no time: weights come more slowly than that.
-  product<V, RowsInput<V>>(c, in, b, rows);
+  product<V, RowsInput<V>>(c, in, b, rows, sink);
 }
 
 }  // namespace mpk::linear

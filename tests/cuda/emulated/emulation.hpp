@@ -162,6 +162,20 @@ inline unsigned __ballot_sync(unsigned, bool vote) {
   return votes;
 }
 inline bool __any_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
+inline bool __all_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) == 0xffffffffu; }
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  const emulation::Message* all = emulation::exchange({{value}});
+  unsigned most = 0;
+  for (int lane = 0; lane < 32; ++lane) most = max(most, all[lane].word[0]);
+  return most;
+}
+inline unsigned __reduce_min_sync(unsigned mask, unsigned value) { return ~__reduce_max_sync(mask, ~value); }
+inline unsigned __reduce_or_sync(unsigned, unsigned value) {
+  const emulation::Message* all = emulation::exchange({{value}});
+  unsigned bits = 0;
+  for (int lane = 0; lane < 32; ++lane) bits |= all[lane].word[0];
+  return bits;
+}
 inline void __syncwarp() { emulation::exchange({}); }
 
 // ---- operations of a thread

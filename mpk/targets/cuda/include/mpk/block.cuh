@@ -26,12 +26,12 @@ constexpr int SCRATCH_BYTES = 64 * 1024;
 constexpr int MAX_ROWS = 16;  // of a step
 constexpr int CONSUMER_BARRIER = 1;  // id of the named barrier of the consumers; 0 is the whole block's
 
-// What the step computes, copied into shared memory once a step: the original is written by `advance` on some SM, and reading it
-// takes a trip to the L2.
+// What the step computes, in shared memory: made once a step from the messages of `advance` (step.cuh).
 struct StepView {
   int rows, logit_rows, segment_count;
   int previous_rows;  // of the step before, 0 in the first one of a launch
   int64_t number;  // from 1
+  unsigned drawn_rows, special_rows;  // rows of logits: whose token is drawn; that want more than a draw from all tokens (sampling.cuh)
   int32_t row_token[MAX_ROWS], row_slot[MAX_ROWS], row_position[MAX_ROWS], logit_row[MAX_ROWS];
   Segment segments[MAX_ROWS];
 };
@@ -59,6 +59,8 @@ struct Block {
   int thread, warp, lane;   // among the consumers
   unsigned char* scratch;   // shared memory, SCRATCH_BYTES, 128-byte aligned; free for the task, undefined at its start
   WeightRing ring;          // packed weights of the instruction, for kinds whose weights are streamed
+  uint4* messages;          // [MAX_ROWS] of the planned step, from `advance` to all blocks (step.cuh)
+  int64_t* mirror;          // [max_batch][max_context] in host memory: token + 1 once it is known; null: nobody looks
 
   // ---- the framework's part
   const Arguments* arguments;  // null: nothing to wait for
@@ -83,21 +85,23 @@ struct Block {
     ring_control().started = sequence;
     if (arguments->launch.spans != 0) block_memory().started_ns = now_ns();
   }
-  // Whether to poll once more for data that has not come; `polls` counts from 0. Any thread.
-  __device__ __forceinline__ bool may_poll(uint32_t& polls) const {
+  // Whether to poll once more for what has not come: data of this step, or the next step's plan. `polls` counts from 0. Any thread.
+  __device__ __forceinline__ bool may_poll(uint32_t& polls, bool next_step = false) const {
     constexpr uint32_t PATIENCE = 1024;  // polls between looks at the clock
     if (arguments == nullptr) return true;
     if (ring_control().stop) return false;
     if (++polls % PATIENCE != 0 || !gives_up(*arguments, block_memory().waits, polls == PATIENCE)) return true;
-    give_up(STALL_DATA);
+    next_step ? give_up(STEP_EVENT, step->number + 1) : give_up(STALL_DATA, step->number);
     return false;
   }
-  // Leaves after this instruction, having waited in vain for `event`: STALL_*. Any thread.
-  __device__ __forceinline__ void give_up(int event) const {
+  // Leaves after this instruction, having waited in vain for `event` (or STALL_*). Any thread.
+  __device__ __forceinline__ void give_up(int event, int64_t in_step) const {
     BlockMemory& m = block_memory();
-    if (leave()) m.waits.stall = Stall{0, m.records[place].instruction.task, event, 0, 0, 0, step->number}, m.waits.gave_up = 1;
+    if (leave()) m.waits.stall = Stall{0, m.records[place].instruction.task, event, 0, 0, 0, in_step}, m.waits.gave_up = 1;
     ring_control().stop = STOP_STALLED;
   }
+  // Whether some thread of this block said so; the same in all threads after a barrier.
+  __device__ __forceinline__ bool stopping() const { return arguments != nullptr && block_memory().leave_after != 0; }
   // Leaves after this instruction; whether this thread is the first one to say so.
   __device__ __forceinline__ bool leave() const { return atomicCAS(const_cast<int*>(&block_memory().leave_after), 0, sequence) == 0; }
   // Barrier of the 256 consumer threads; orders their accesses to shared memory.
@@ -110,6 +114,7 @@ __device__ __forceinline__ Block make_block(const Arguments& a) {
   b.sm = int(blockIdx.x), b.sms = int(gridDim.x);
   b.thread = int(threadIdx.x), b.warp = b.thread / 32, b.lane = b.thread % 32;
   b.scratch = block_shared + SCRATCH_OFFSET;
+  b.messages = address<uint4>(a.kernel.messages), b.mirror = address<int64_t>(a.kernel.mirror);
   b.arguments = &a;
   return b;
 }

@@ -1,0 +1,37 @@
+// head: the product that makes the logits, of one slice of the vocabulary, and what sampling needs to know of the slice.
+// Operands: input, logits, tops, parts, values. Variant: that of `linear`, and vocab, parts, slice.
+#pragma once
+#include "head/slices.cuh"
+#include "linear/cuda.cuh"
+
+namespace mpk::head {
+
+constexpr bool waits_inside = true;
+
+template <class V>
+struct Sink {
+  Top<V> top;
+  uint4* tops;
+  int part, rows;
+
+  template <int N>
+  __device__ __forceinline__ void take(int row, int column, const float (&y)[N]) { top.take(row, column, y); }
+  // All threads have handed in all they have; groups of 8 threads have rows 0 .. STRIDE - 1 in turn.
+  template <int STRIDE>
+  __device__ __forceinline__ void finish(Block& b) { top.template put<STRIDE>(b, tops, part, rows); }
+};
+
+template <class V>
+__device__ __forceinline__ void run(const Context& c, const Instruction& in, Block& b) {
+  static_assert(sizeof(Memory) + sizeof(TopMemory) <= SCRATCH_BYTES && sizeof(TopMemory) <= linear::SCRATCH_RESERVE, "scratch");
+  TopMemory& memory = *reinterpret_cast<TopMemory*>(b.scratch + SCRATCH_BYTES - linear::SCRATCH_RESERVE);  // behind what the product uses
+  load_temperatures(c, b, memory);
+  const int part = in.tile_begin * linear::kTileRows / int(V::slice);  // a task is one slice
+  linear::run<V>(c, in, b, Sink<V>{Top<V>(b, memory), operand<uint4>(c, in, TOPS), part, b.step->logit_rows});
+  if (b.step->special_rows != 0) {
+    b.sync();
+    run_special<V>(c, in, b, *reinterpret_cast<Memory*>(b.scratch), part);
+  }
+}
+
+}  // namespace mpk::head
