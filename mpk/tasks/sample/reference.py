@@ -10,6 +10,7 @@ import numpy as np
 from mpk.graph.sm_task_graph import Task
 from mpk.graph.tensor_graph import Operator
 from mpk.tasks.base import Env
+from mpk.tasks.sample.task import choice_column
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,13 @@ class SamplingOptions:
 
 
 def run(op: Operator, task: Task, env: Env) -> None:
-    """Greedy choice (the reference executor has no sampling options): choice[0, slot] = argmax of the slot's logits, or -1."""
+    """Greedy choice (the reference executor has no sampling options): the slot's column of choice = argmax of its logits, or -1."""
     logits, choice = env.buffers[op.inputs[0]], env.buffers[op.outputs[0]]
-    choice[0, task.tile_begin : task.tile_end] = -1
+    choice[0, choice_column(op, task.tile_begin) : choice_column(op, task.tile_end)] = -1
     for place, row in enumerate(env.step.logit_rows):
         slot = int(env.step.slots[row])
         if task.tile_begin <= slot < task.tile_end:
-            choice[0, slot] = np.argmax(logits[place])
+            choice[0, choice_column(op, slot)] = np.argmax(logits[place])
 
 
 def penalized(logits: np.ndarray, prompt: Sequence[int], output: Sequence[int], o: SamplingOptions) -> np.ndarray:

@@ -21,6 +21,7 @@ struct Block {
   unsigned char* scratch;
   uint4* messages;
   int64_t* mirror;
+  bool idle;
   void sync() const { emulation::block_meeting.attend(THREADS); }
   void wait() {}
   void arrived() {}

@@ -66,6 +66,7 @@ struct Block {
   const Arguments* arguments;  // null: nothing to wait for
   int place;                   // of the present instruction among the records
   int sequence;                // instructions begun; steps count as one
+  bool idle;                   // set by a body, in all threads, that has written nothing
   int round;                   // times that sums of warps met; its parity says where they stand (linear)
 
   // Waits until the instruction's events have come; costs next to nothing if there are none. All 256 threads. If the program is being

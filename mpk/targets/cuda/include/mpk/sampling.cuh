@@ -157,12 +157,11 @@ __device__ __forceinline__ int draw_from_slice(int lane, const float* row, const
       load_logits<vocab>(row, at < end ? at : vocab, x[n]);
     }
 #pragma unroll
-    for (int n = 0; n < LOADS; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int token = (n * 32 + lane) * 4 + e;
-        if (token < S::TOKENS) memory[token + token / S::OWN] = x[n][e];
-      }
+    for (int n = 0; n < LOADS; ++n) {
+      const int token = (n * 32 + lane) * 4;  // four that the same lane will add up
+      float* to = memory + token + token / S::OWN;
+      if (token < S::TOKENS) to[0] = x[n][0], to[1] = x[n][1], to[2] = x[n][2], to[3] = x[n][3];
+    }
     __syncwarp();
   };
   const auto weight = [&](int first, int j) -> uint64_t {
@@ -172,7 +171,7 @@ __device__ __forceinline__ int draw_from_slice(int lane, const float* row, const
   };
   const auto sum = [&](int first) {
     uint64_t total = 0;
-#pragma unroll 4
+#pragma unroll 2
     for (int j = 0; j < S::OWN; ++j) total += weight(first, j);
     return total;
   };

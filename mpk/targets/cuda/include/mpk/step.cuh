@@ -19,7 +19,7 @@ __device__ __forceinline__ uint4 row_message(int64_t step, int token, int positi
   return {uint32_t(step), uint32_t(token), uint32_t(position), uint32_t(slot) | uint32_t(rows) << SLOT_BITS | flags};
 }
 
-// Looks for the plan of step `number`, by one warp; true: it is there, and `out` holds it. (It is decoded in any case, so that the code for
+// Looks for the plan of step `number`, by one warp; true: it is there, and `out` holds it but for its number. (It is decoded in any case, so that the code for
 // it is at hand when it comes.)
 __device__ __forceinline__ bool read_step(const uint4* messages, int64_t number, int lane, StepView& out) {
   const uint4 v = load_message_acquire(messages + (lane < MAX_ROWS ? lane : 0));
@@ -42,7 +42,7 @@ __device__ __forceinline__ bool read_step(const uint4* messages, int64_t number,
   const unsigned drawn = __reduce_or_sync(ALL_LANES, logits && about & DRAWN ? bit : 0), special = __reduce_or_sync(ALL_LANES, logits && about & SPECIAL ? bit : 0);
   if (lane == 0) {
     out.rows = rows, out.logit_rows = __popc(with), out.segment_count = __popc(firsts);
-    out.drawn_rows = drawn, out.special_rows = special, out.number = number;
+    out.drawn_rows = drawn, out.special_rows = special;
   }
   return __all_sync(ALL_LANES, new_one || (lane > 0 && !mine)) != 0;
 }
