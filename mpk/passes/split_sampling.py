@@ -2,8 +2,8 @@
 
 Runs before `partition`, on targets whose workers read too slowly for one of them to go through a vocabulary alone (an SM reads some
 80 bytes a nanosecond, so 600 KB of logits would take 7 us, on the path of every token). The product that makes the logits becomes a `head`;
-`advance` chooses tokens itself from what that leaves, and `sample` only for sequences that want more. Guarantees that both have
-what they read as inputs. Raises `ModelError` where the logits do not come from a product.
+`advance` chooses tokens itself from what that leaves, and `sample` only for sequences that want more (its tasks are `optional`: without such
+a sequence they do not even wait). Guarantees that both have what they read as inputs. Raises `ModelError` where the logits do not come from a product.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ def run(graph: TensorGraph, workers: int) -> TensorGraph:
     parts, size = slices(vocab, workers)
     sliced = {"parts": parts, "slice": size}
     tops, summaries, penalised = (f"{sample.name}.{name}" for name in ("tops", "parts", "values"))
-    values = {name: Value(name, columns, "logits", element_bytes=4)
-              for name, columns in ((tops, parts * MESSAGE_COLUMNS), (summaries, parts * PART_COLUMNS), (penalised, vocab))}
-    values[choice] = replace(graph.values[choice], columns=batch * MESSAGE_COLUMNS)
+    flagged = graph.values[product.inputs[0]].flagged  # messages tell by the number of the step that they have been written
+    values = {tops: Value(tops, parts * MESSAGE_COLUMNS, "logits", element_bytes=4, flagged=flagged),
+              summaries: Value(summaries, parts * PART_COLUMNS, "logits", element_bytes=4),
+              penalised: Value(penalised, vocab, "logits", element_bytes=4),
+              choice: replace(graph.values[choice], columns=batch * MESSAGE_COLUMNS, flagged=flagged)}
 
     def changed(op: Operator) -> Operator:
         if op is product:
             return replace(op, kind="head", outputs=(logits, tops, summaries, penalised), attrs={**op.attrs, **sliced})
         if op is sample:
-            return replace(op, inputs=(logits, step, summaries, penalised), attrs={**op.attrs, **sliced})
+            return replace(op, inputs=(logits, step, summaries, penalised), attrs={**op.attrs, **sliced, "optional": True})
         if op.kind == "advance":
             return replace(op, inputs=(*op.inputs, tops, logits), attrs={**op.attrs, **sliced, "vocab": vocab})
         return op

@@ -99,12 +99,15 @@ struct Block {
   __device__ __forceinline__ void give_up(int event, int64_t in_step) const {
     BlockMemory& m = block_memory();
     if (leave()) m.waits.stall = Stall{0, m.records[place].instruction.task, event, 0, 0, 0, in_step}, m.waits.gave_up = 1;
-    ring_control().stop = STOP_STALLED;
   }
   // Whether some thread of this block said so; the same in all threads after a barrier.
   __device__ __forceinline__ bool stopping() const { return arguments != nullptr && block_memory().leave_after != 0; }
-  // Leaves after this instruction; whether this thread is the first one to say so.
-  __device__ __forceinline__ bool leave() const { return atomicCAS(const_cast<int*>(&block_memory().leave_after), 0, sequence) == 0; }
+  // Leaves at the next moment at which threads meet after an instruction, and waits for nothing until then; whether this thread is the
+  // first one to say so.
+  __device__ __forceinline__ bool leave() const {
+    ring_control().stop = STOP_STALLED;
+    return atomicCAS(const_cast<int*>(&block_memory().leave_after), 0, sequence) == 0;
+  }
   // Barrier of the 256 consumer threads; orders their accesses to shared memory.
   __device__ __forceinline__ void sync() const { asm volatile("bar.sync %0, %1;" ::"n"(CONSUMER_BARRIER), "n"(THREADS) : "memory"); }
 };
