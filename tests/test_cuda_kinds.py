@@ -25,7 +25,7 @@ from mpk.tasks.rotary_attention.cases import CASES as ATTENTION
 from mpk.tasks.rotary_attention.sharing import kv_block, past_positions
 from mpk.tasks.sample import reference as sampling
 from mpk.tasks.sample.cases import OPTIONS
-from mpk.tasks.sample.reference import SamplingOptions
+from mpk.tasks.sample.options import TokenOptions
 from tests.support.cuda_kinds import Machine, PagedCache, compiled, put_step, spread
 from tests.support.task_kinds import RandomWeights, step_view
 
@@ -247,7 +247,7 @@ def sample(m: Machine, constants: Mapping[str, Scalar], logits: np.ndarray, batc
 class Sampling:
     """Sequences of a batch with a row of logits each; slot s has logits[s], and `histories[s]` = (prompt, output)."""
 
-    def __init__(self, logits: np.ndarray, histories: list[tuple[list[int], list[int]]], options: list[SamplingOptions], workers: int,
+    def __init__(self, logits: np.ndarray, histories: list[tuple[list[int], list[int]]], options: list[TokenOptions], workers: int,
                  top_logprobs: list[int] | None = None) -> None:
         self.batch, self.vocab = logits.shape
         constants = sliced(self.vocab, workers)
@@ -280,7 +280,7 @@ def history(rng: np.random.Generator, vocab: int) -> tuple[list[int], list[int]]
     return rng.integers(0, vocab, int(rng.integers(1, 40))).tolist(), rng.integers(0, min(vocab, 9), int(rng.integers(0, 20))).tolist()
 
 
-def check_choice(token: int, logits: np.ndarray, prompt: list[int], output: list[int], o: SamplingOptions) -> None:
+def check_choice(token: int, logits: np.ndarray, prompt: list[int], output: list[int], o: TokenOptions) -> None:
     """The reference's token, or one whose interval of the cumulative distribution lies within rounding of the draw."""
     assert 0 <= token < len(logits)
     if o.temperature == 0:
@@ -299,7 +299,7 @@ def check_choice(token: int, logits: np.ndarray, prompt: list[int], output: list
 def test_choices_follow_the_rules_of_the_reference(vocab: int, workers: int) -> None:
     rng = np.random.default_rng(8)
     for scale in (1.0, 4.0):
-        options = [SamplingOptions(**{**vars(o), "seed": int(rng.integers(2**62))}) for o in OPTIONS * 2]
+        options = [TokenOptions(**{**vars(o), "seed": int(rng.integers(2**62))}) for o in OPTIONS * 2]
         logits = (rng.standard_normal((len(options), vocab)) * scale).astype(np.float32)
         histories = [history(rng, vocab) for _ in options]
         run = Sampling(logits, histories, options, workers)
@@ -312,15 +312,15 @@ def test_a_single_sequence_draws_each_token_as_often_as_its_probability() -> Non
     logits = np.log(np.array([[0.5, 0.25, 0.125, 0.125]])).astype(np.float32)
     counts = np.zeros(4, int)
     for seed in range(60):
-        counts[Sampling(logits, [([0], [])], [SamplingOptions(temperature=1.0, seed=seed)], 132).choice[0]] += 1
-    expected = [int(sampling.choose(logits[0], [0], [], SamplingOptions(temperature=1.0, seed=seed))) for seed in range(60)]
+        counts[Sampling(logits, [([0], [])], [TokenOptions(temperature=1.0, seed=seed)], 132).choice[0]] += 1
+    expected = [int(sampling.choose(logits[0], [0], [], TokenOptions(temperature=1.0, seed=seed))) for seed in range(60)]
     assert counts.tolist() == np.bincount(expected, minlength=4).tolist()
 
 
 @pytest.mark.gpu
 def test_ties_keep_the_lowest_tokens_in_a_nucleus_and_all_tokens_in_top_k() -> None:
     logits, vocab = np.zeros((16, 5000), np.float32), 5000
-    options = [SamplingOptions(temperature=1.0, top_p=0.1, seed=s) for s in range(8)] + [SamplingOptions(temperature=1.0, top_k=3, seed=s) for s in range(8)]
+    options = [TokenOptions(temperature=1.0, top_p=0.1, seed=s) for s in range(8)] + [TokenOptions(temperature=1.0, top_k=3, seed=s) for s in range(8)]
     choice = Sampling(logits, [([0], [])] * 16, options, 132).choice
     expected = [sampling.choose(logits[0], [0], [], o) for o in options]
     assert np.abs(choice - expected).max() <= 1
@@ -332,7 +332,7 @@ def test_logits_without_a_finite_maximum_give_no_token() -> None:
     logits = np.zeros((3, 300), np.float32)
     logits[0], logits[1, 7], logits[2, 5] = np.nan, np.inf, np.nan
     logits[2, 6] = 1.0
-    for o in (SamplingOptions(), SamplingOptions(temperature=1.0, top_k=2), SamplingOptions(temperature=0.01)):
+    for o in (TokenOptions(), TokenOptions(temperature=1.0, top_k=2), TokenOptions(temperature=0.01)):
         choice = Sampling(logits, [([0], [])] * 3, [o] * 3, 132).choice
         assert choice[:2].tolist() == [-1, -1]
         assert choice[2] == 6 or o.top_k == 2
@@ -345,7 +345,7 @@ def test_log_probabilities_are_those_of_the_logits_as_they_came_in(vocab: int, w
     logits = (rng.standard_normal((4, vocab)) * 3).astype(np.float32)
     logits[1] = np.round(logits[1])  # many ties
     histories = [history(rng, vocab) for _ in range(4)]
-    options = [SamplingOptions(), SamplingOptions(repetition_penalty=1.5), SamplingOptions(temperature=0.8, top_k=9, seed=5), SamplingOptions()]
+    options = [TokenOptions(), TokenOptions(repetition_penalty=1.5), TokenOptions(temperature=0.8, top_k=9, seed=5), TokenOptions()]
     tops = [20, 20, 5, 0]
     run = Sampling(logits, histories, options, workers, tops)
     chosen, top, ids = (run.m.get(n) for n in ("chosen_logprob", "top_logprob", "top_token"))
@@ -399,7 +399,7 @@ def test_all_logits_are_kept_where_a_sequence_asks_for_them() -> None:
 def test_a_flat_distribution_with_more_candidates_than_fit_is_filtered_all_the_same() -> None:
     rng = np.random.default_rng(12)
     logits = (rng.standard_normal((8, 60000)) * 0.3).astype(np.float32)
-    options = [SamplingOptions(temperature=1.5, top_p=0.97, seed=s) for s in range(4)] + [SamplingOptions(temperature=1.5, top_k=20000, top_p=0.9, seed=s) for s in range(4)]
+    options = [TokenOptions(temperature=1.5, top_p=0.97, seed=s) for s in range(4)] + [TokenOptions(temperature=1.5, top_k=20000, top_p=0.9, seed=s) for s in range(4)]
     choice = Sampling(logits, [([0], [])] * 8, options, 132).choice
     for slot, o in enumerate(options):
         check_choice(int(choice[slot]), logits[slot], [0], [], o)

@@ -24,7 +24,8 @@ def headers(kinds: Iterable[str]) -> dict[str, str]:
         out[path.name] = path.read_text()
     for path in sorted((TARGETS / "cuda" / "include" / "mpk").iterdir()):
         out[f"mpk/{path.name}"] = path.read_text()
-    for kind in sorted({"linear", *kinds} if "head" in kinds else set(kinds)):
+    named = set(kinds)
+    for kind in sorted({"linear", *named} if "head" in named else named):  # the head's product is that of `linear`
         for path in sorted((TASKS / kind).glob("*.cuh")):
             out[f"{kind}/{path.name}"] = path.read_text()
     return out
