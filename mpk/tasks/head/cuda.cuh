@@ -10,24 +10,23 @@ constexpr bool waits_inside = true;
 
 template <class V>
 struct Sink {
+  static constexpr int BYTES = sizeof(TopMemory);
   Top<V> top;
   uint4* tops;
   int part, rows;
 
+  __device__ __forceinline__ void begin(const Context& c, const Block& b, unsigned char* memory) { top.begin(c, b, reinterpret_cast<TopMemory*>(memory)); }
   template <int N>
   __device__ __forceinline__ void take(int row, int column, const float (&y)[N]) { top.take(row, column, y); }
-  // All threads have handed in all they have; groups of 8 threads have rows 0 .. STRIDE - 1 in turn.
   template <int STRIDE>
   __device__ __forceinline__ void finish(Block& b) { top.template put<STRIDE>(b, tops, part, rows); }
 };
 
 template <class V>
 __device__ __forceinline__ void run(const Context& c, const Instruction& in, Block& b) {
-  static_assert(sizeof(Memory) + sizeof(TopMemory) <= SCRATCH_BYTES && sizeof(TopMemory) <= linear::SCRATCH_RESERVE, "scratch");
-  TopMemory& memory = *reinterpret_cast<TopMemory*>(b.scratch + SCRATCH_BYTES - linear::SCRATCH_RESERVE);  // behind what the product uses
-  load_temperatures(c, b, memory);
+  static_assert(sizeof(Memory) <= SCRATCH_BYTES, "scratch");
   const int part = in.tile_begin * linear::kTileRows / int(V::slice);  // a task is one slice
-  linear::run<V>(c, in, b, Sink<V>{Top<V>(b, memory), operand<uint4>(c, in, TOPS), part, b.step->logit_rows});
+  linear::run<V>(c, in, b, Sink<V>{{}, operand<uint4>(c, in, TOPS), part, b.step->logit_rows});
   if (b.step->special_rows != 0) {
     b.sync();
     run_special<V>(c, in, b, *reinterpret_cast<Memory*>(b.scratch), part);

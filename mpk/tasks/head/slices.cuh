@@ -19,13 +19,17 @@ struct TopMemory {
 // Takes the logits of one thread, which are all of one row. Groups of 8 threads have rows 0, 1, ... `rows` - 1, 0, ...
 template <class V>
 struct Top {
-  TopMemory& memory;
+  TopMemory* memory;
   unsigned drawn;  // rows of logits whose token will be drawn
   Summary best;
 
-  __device__ __forceinline__ Top(const Block& b, TopMemory& m) : memory(m), drawn(b.step->drawn_rows) { best.clear(); }
-
-  __device__ __forceinline__ float sharp_of(int row) const { return drawn >> row & 1 ? memory.sharp[row] : 0.0f; }
+  // Ahead of a barrier before the first logit.
+  __device__ __forceinline__ void begin(const Context& c, const Block& b, TopMemory* m) {
+    memory = m, drawn = b.step->drawn_rows, best.clear();
+    if (drawn == 0 || b.warp != 0 || b.lane >= b.step->logit_rows) return;
+    m->sharp[b.lane] = sharpness(load_float(&c.sequences[b.step->row_slot[b.step->logit_row[b.lane]]].temperature));
+  }
+  __device__ __forceinline__ float sharp_of(int row) const { return drawn >> row & 1 ? memory->sharp[row] : 0.0f; }
   template <int N>
   __device__ __forceinline__ void take(int row, int token, const float (&x)[N]) { best.add(x, token, sharp_of(row)); }
 
@@ -36,10 +40,10 @@ struct Top {
     float sharp = sharp_of(b.thread / 8 % STRIDE);
 #pragma unroll
     for (int step = 1; step < 8; step *= 2) best.merge(best.from_lane(step), sharp);
-    if (b.lane % 8 == 0) memory.groups[b.thread / 8] = best;
+    if (b.lane % 8 == 0) memory->groups[b.thread / 8] = best;
     b.sync();
     if (b.warp != 0) return;
-    best = memory.groups[b.lane], sharp = sharp_of(b.lane % STRIDE);
+    best = memory->groups[b.lane], sharp = sharp_of(b.lane % STRIDE);
 #pragma unroll
     for (int step = STRIDE; step < 32; step *= 2) best.merge(best.from_lane(step), sharp);
     if (b.lane < rows)
@@ -47,12 +51,6 @@ struct Top {
                     uint4{__float_as_uint(best.max), uint32_t(best.token), __float_as_uint(best.sum), uint32_t(b.step->number)});
   }
 };
-
-// Temperatures of the rows whose token will be drawn, for `Top`. Ahead of a barrier before the first logit.
-__device__ __forceinline__ void load_temperatures(const Context& c, const Block& b, TopMemory& m) {
-  if (b.step->drawn_rows == 0 || b.warp != 0) return;
-  if (b.lane < b.step->logit_rows) m.sharp[b.lane] = sharpness(load_float(&c.sequences[b.step->row_slot[b.step->logit_row[b.lane]]].temperature));
-}
 
 // ---- special rows
 // Of warp `part` of `parts`, which share the slice [begin, end) of a row; the same in all lanes.

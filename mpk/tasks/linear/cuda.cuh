@@ -17,11 +17,12 @@ namespace mpk::linear {
 constexpr bool waits_inside = true;
 constexpr int kStore = 0, kResidual = 1, kSwiglu = 2;
 constexpr int kTileRows = 16, kGroup = 8;
-constexpr int SCRATCH_RESERVE = 512;  // bytes at the end of a block's scratch memory that products leave to who calls them
 
-// Who else wants the outputs: `take` gets what each thread stores (consecutive columns of a row, always the same row), `finish` is called by
-// all threads at the end. The head has one (head/cuda.cuh).
+// Who else wants the outputs: `begin` gets BYTES of shared memory, `take` what each thread stores (consecutive columns, always of the same
+// row), and `finish` is called by all threads at the end. The head has one (head/cuda.cuh).
 struct NoSink {
+  static constexpr int BYTES = 0;
+  __device__ __forceinline__ void begin(const Context&, const Block&, unsigned char*) {}
   template <int N>
   __device__ __forceinline__ void take(int, int, const float (&)[N]) {}
   template <int STRIDE>
@@ -241,8 +242,9 @@ struct Finish {
   }
   static __device__ __forceinline__ float gated(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
 
+  template <class Sink>
   static __device__ __forceinline__ void run(Block& b, const float* sums, const float* bias, void* out, const bf16* residual, int rows, int first,
-                                             int tiles, const uint32_t (&old)[kEach]) {
+                                             int tiles, const uint32_t (&old)[kEach], Sink& sink) {
     const float* squares = sums + M::kFloats;
 #pragma unroll
     for (int e = 0; e < kEach; ++e) {
@@ -270,6 +272,8 @@ struct Finish {
         const uint32_t before = settled_4(b, residual + place, old[e]);
         y.x += low(before), y.y += high(before);
       }
+      const float both[2] = {y.x, column + 1 < S::n ? y.y : __int_as_float(0xff800000)};
+      sink.take(row, column, both);
       if constexpr (S::wide) {
         float* to = static_cast<float*>(out) + place;
         to[0] = y.x;
@@ -298,7 +302,7 @@ __device__ __forceinline__ void product(const Context& c, const Instruction& in,
   using M = Sums<V, Input>;
   using F = Finish<V, Input>;
   constexpr int rounds = kGroup / M::kRound;
-  static_assert(M::kBytes <= SCRATCH_BYTES - SCRATCH_RESERVE, "scratch");
+  static_assert(M::kBytes + Sink::BYTES <= SCRATCH_BYTES, "scratch");
   static_assert(THREADS / F::kPairs % Input::kRows == 0, "a thread's outputs are of one row");
   const float* params = reinterpret_cast<const float*>(c.params + in.params);
   const float* bias = params + (V::norm ? S::k : 0);
@@ -307,6 +311,7 @@ __device__ __forceinline__ void product(const Context& c, const Instruction& in,
   const int tiles = in.tile_end - in.tile_begin, groups = (tiles + kGroup - 1) / kGroup;
   int each = tiles, larger = 0;
   if (groups > 1) each = tiles / groups, larger = tiles % groups;
+  sink.begin(c, b, b.scratch + Input::kBytes);
   Input input(b, flagged<const bf16>(c, in, 0, b), rows, params);
   if (tiles > 1 && b.thread == 0) b.ring.shut(0);  // the input is here: weights may come as fast as they can
   int first = in.tile_begin;
@@ -402,7 +407,7 @@ __device__ __forceinline__ void run(const Context& c, const Instruction& in, Blo
   clear_old<V>(c, in, b);
   // Which of the two is the same for all products of a step but the last, which threads meet before (it signals): their scratch memory
   // is laid out differently.
-  if constexpr (Sums<V, Slice>::kBytes <= SCRATCH_BYTES - SCRATCH_RESERVE)
+  if constexpr (Sums<V, Slice>::kBytes + Sink::BYTES <= SCRATCH_BYTES)
     if (rows == 1) return product<V, Slice>(c, in, b, rows, sink);
   // Half of the columns of the tensor core idle with 8 rows or fewer, which costs no time: weights come more slowly than that.
   product<V, RowsInput<V>>(c, in, b, rows, sink);
