@@ -26,6 +26,7 @@ __device__ mpk::Context context_of(const TestLaunch& t) {
   c.logits_out = at<float>(t.logits_out), c.logits_out_positions = t.logits_out_positions, c.flagged_stride = t.flagged_stride;
   c.token_ns = at<int64_t>(t.token_ns), c.cancel = at<int32_t>(t.cancel);
   c.max_batch = t.max_batch, c.max_rows = t.max_rows, c.max_context = t.max_context, c.max_pages = t.max_pages, c.num_pages = t.num_pages;
+  c.messages = at<void>(t.messages);
   return c;
 }
 
@@ -41,7 +42,6 @@ extern "C" __global__ void __launch_bounds__(mpk::BLOCK_THREADS, 1) run_kind(con
   const int thread = int(threadIdx.x);
   mpk::Block b{};
   b.sm = int(blockIdx.x), b.sms = int(gridDim.x), b.thread = thread, b.warp = thread / 32, b.lane = thread % 32, b.scratch = scratch, b.step = &step;
-  b.messages = at<uint4>(t.messages);
   __shared__ mpk::Context c;
   __shared__ mpk::Instruction i;
   if (thread == 0) c = context_of(t), read_step(c, step), step.previous_rows = t.previous_rows, step.drawn_rows = t.drawn_rows, step.special_rows = t.special_rows;

@@ -114,7 +114,8 @@ __device__ __forceinline__ int share_rows(const Context& c, int lane, Slot& s, i
       free_pages -= total;
       return rows;
     }
-    const bool fails = missing && unsigned(taken) == __reduce_min_sync(ALL_LANES, missing ? unsigned(taken) : 0xffffffffu);
+    const unsigned first = __reduce_min_sync(ALL_LANES, missing ? unsigned(taken) : 0xffffffffu);
+    const bool fails = missing && unsigned(taken) == first;
     if (fails) s.finish = FINISH_ERROR;
     end_sequences(c, lane, s, fails, free_pages, real);
   }
@@ -149,14 +150,14 @@ __device__ __forceinline__ void plan_step(const Context& c, const Block& b, Plan
 // Sends the plan to all blocks, then keeps the state for the next step and for the host. After a fence of this warp.
 __device__ __forceinline__ void publish_step(const Context& c, const Block& b, const Plan& plan, const Slot& s) {
   const int lane = b.lane;
-  if (lane < plan.rows || lane == 0) store_message(b.messages + lane, plan.message[lane]);
+  if (lane < plan.rows || lane == 0) store_message(static_cast<uint4*>(c.messages) + lane, plan.message[lane]);
   if (lane < c.max_batch) {
     Sequence& own = c.sequences[lane];
     own.length = s.length, own.computed = s.computed, own.finish = s.finish;
     if (s.appended) {
       const int64_t place = int64_t(lane) * c.max_context + s.length - 1;
       if (c.token_ns != nullptr) c.token_ns[place] = now_ns();
-      if (b.mirror != nullptr) store_system(b.mirror + place, int64_t(plan.choice[lane]) + 1);
+      if (c.mirror != nullptr) store_system(c.mirror + place, int64_t(plan.choice[lane]) + 1);
     }
   }
   if (lane == 0) {

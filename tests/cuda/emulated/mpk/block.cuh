@@ -19,13 +19,11 @@ struct Block {
   const StepView* step;
   int sm, sms, thread, warp, lane;
   unsigned char* scratch;
-  uint4* messages;
-  int64_t* mirror;
-  bool idle;
   void sync() const { emulation::block_meeting.attend(THREADS); }
   void wait() {}
   void arrived() {}
   bool may_poll(uint32_t&, bool = false) const { std::fprintf(stderr, "data does not come that somebody waits for\n"), std::abort(); }
+  void idle() const {}
   bool stopping() const { return false; }
 };
 

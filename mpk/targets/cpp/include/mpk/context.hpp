@@ -32,6 +32,8 @@ struct Context {
   int64_t* token_ns;        // [max_batch][max_context] time at which a generated token was published, or null
   const int32_t* cancel;    // set by the host while the program runs: stop after this step
   int64_t flagged_stride;   // CUDA back end: bytes between the two copies of flagged buffers
+  void* messages;           // CUDA back end: [max_rows] of 16 bytes, the planned step from `advance` to all blocks (step.cuh)
+  int64_t* mirror;          // CUDA back end: [max_batch][max_context] in host memory, token + 1 once it is known; or null
   int32_t max_batch, max_rows, max_context, max_pages, num_pages;
 };
 

@@ -47,6 +47,7 @@ struct alignas(128) BlockMemory {
   volatile int count, spans_used;          // instructions of this block in a step; spans recorded
   const Record* volatile first;            // of them
   WaitState waits;
+  volatile int unfenced;                   // instructions since the last fence that may have written something
   volatile int64_t arrived_ns, started_ns; // of the present instruction, if traced
 };
 static_assert(sizeof(BlockMemory) <= 2048, "what the host allows for it");
@@ -59,14 +60,11 @@ struct Block {
   int thread, warp, lane;   // among the consumers
   unsigned char* scratch;   // shared memory, SCRATCH_BYTES, 128-byte aligned; free for the task, undefined at its start
   WeightRing ring;          // packed weights of the instruction, for kinds whose weights are streamed
-  uint4* messages;          // [MAX_ROWS] of the planned step, from `advance` to all blocks (step.cuh)
-  int64_t* mirror;          // [max_batch][max_context] in host memory: token + 1 once it is known; null: nobody looks
 
   // ---- the framework's part
   const Arguments* arguments;  // null: nothing to wait for
   int place;                   // of the present instruction among the records
   int sequence;                // instructions begun; steps count as one
-  bool idle;                   // set by a body, in all threads, that has written nothing
   int round;                   // times that sums of warps met; its parity says where they stand (linear)
 
   // Waits until the instruction's events have come; costs next to nothing if there are none. All 256 threads. If the program is being
@@ -85,6 +83,10 @@ struct Block {
     if (arguments == nullptr || thread != 0) return;
     ring_control().started = sequence;
     if (arguments->launch.spans != 0) block_memory().started_ns = now_ns();
+  }
+  // Said by a body that has written nothing. All threads.
+  __device__ __forceinline__ void idle() const {
+    if (arguments != nullptr && thread == 0) block_memory().unfenced = block_memory().unfenced - 1;
   }
   // Whether to poll once more for what has not come: data of this step, or the next step's plan. `polls` counts from 0. Any thread.
   __device__ __forceinline__ bool may_poll(uint32_t& polls, bool next_step = false) const {
@@ -118,7 +120,6 @@ __device__ __forceinline__ Block make_block(const Arguments& a) {
   b.sm = int(blockIdx.x), b.sms = int(gridDim.x);
   b.thread = int(threadIdx.x), b.warp = b.thread / 32, b.lane = b.thread % 32;
   b.scratch = block_shared + SCRATCH_OFFSET;
-  b.messages = address<uint4>(a.kernel.messages), b.mirror = address<int64_t>(a.kernel.mirror);
   b.arguments = &a;
   return b;
 }

@@ -5,10 +5,11 @@
 
 namespace mpk {
 
-// Publishes what all threads of the block wrote before the last barrier. `fences`: something has been written since the last fence.
-__device__ __forceinline__ void signal_all(const Arguments& a, const Record& r, bool fences) {
+// Publishes what all threads of the block wrote before the last barrier.
+__device__ __forceinline__ void signal_all(const Arguments& a, const Record& r) {
   const Instruction& in = r.instruction;
-  if (fences) fence_release();
+  if (block_memory().unfenced != 0) fence_release();
+  block_memory().unfenced = 0;
   for (int s = 0; s < in.signal_count; ++s) {
     const Signal signal = s < INLINE_EVENTS ? r.signals[s] : address<const Signal>(a.launch.signals)[in.signal_begin + s];
     add_relaxed(counter(a.kernel, signal.event), signal.amount);
@@ -40,7 +41,7 @@ __device__ __forceinline__ bool leaving(const Block& b) {
 }
 
 // Waits for the plan of the next step; false: there is none, or the program stops.
-__device__ __forceinline__ bool begin_step(const Arguments& a, Block& b) {
+__device__ __forceinline__ bool begin_step(const Arguments& a, const Context& c, Block& b) {
   BlockMemory& m = block_memory();
   ++b.sequence;
   b.sync();  // all threads are done with the step before
@@ -50,7 +51,7 @@ __device__ __forceinline__ bool begin_step(const Arguments& a, Block& b) {
     const int64_t number = m.step.number + 1;
     const int before = m.step.rows;
     bool goes_on = true;
-    for (uint32_t polls = 0; goes_on && !read_step(b.messages, number, b.lane, m.step);) goes_on = __all_sync(ALL_LANES, b.lane != 0 || b.may_poll(polls, true));
+    for (uint32_t polls = 0; goes_on && !read_step(static_cast<const uint4*>(c.messages), number, b.lane, m.step);) goes_on = __all_sync(ALL_LANES, b.lane != 0 || b.may_poll(polls, true));
     if (b.lane == 0) {
       m.step.number = number, m.step.previous_rows = before;
       trace(a.launch, m.records[b.place].instruction.task, 1, m.arrived_ns, trace_time(a.launch));
@@ -69,6 +70,7 @@ __device__ __forceinline__ const Record* record_at(const BlockMemory& m, int i) 
 // Notes when a task began; a block whose weights do not come leaves. Thread 0 only.
 __device__ __forceinline__ void begin_task(const Arguments& a, Block& b) {
   BlockMemory& m = block_memory();
+  m.unfenced = m.unfenced + 1;
   if (a.launch.spans != 0) m.arrived_ns = m.started_ns = now_ns();
   if (ring_control().stop == STOP_STARVED) b.give_up(STALL_WEIGHTS, m.step.number);
 }
@@ -87,14 +89,15 @@ __device__ __forceinline__ void end_task(const Arguments& a, const Record& recor
 template <class Dispatch>
 __device__ __forceinline__ void consume(const Arguments& a, Dispatch dispatch) {
   BlockMemory& m = block_memory();
-  const Context c = make_context(a.launch);
+  Context c = make_context(a.launch);
+  c.messages = address<void>(a.kernel.messages), c.mirror = address<int64_t>(a.kernel.mirror);
   Block b = make_block(a);
   const bool plans = b.sm == a.kernel.planner, fetches = b.warp == 1;
   int i = plans ? m.count - 1 : m.count;
   b.sequence = plans ? -1 : 0;
   if (fetches) fetch_record(&m.records[0], record_at(m, i), b.lane), fetch_record(&m.records[1], record_at(m, i + 1), b.lane), await_records();
   b.sync();
-  bool left = false, unfenced = false;  // unfenced: something has been written that no fence has followed
+  bool left = false;
   do {
 #pragma unroll 1
     for (; i < m.count; ++i) {
@@ -103,22 +106,19 @@ __device__ __forceinline__ void consume(const Arguments& a, Dispatch dispatch) {
       if (fetches) await_records(), fetch_record(&m.records[(b.place + 2) % RECORDS], record_at(m, i + 2), b.lane);
       if (b.thread == 0) begin_task(a, b);
       if (record.apart) b.sync();
-      b.idle = false;
       dispatch(c, record.instruction, b);
-      unfenced = unfenced || !b.idle;
       const int64_t ended = b.thread == 0 ? trace_time(a.launch) : 0;
       if (record.instruction.signal_count != 0) {
         b.sync();
         left = leaving(b);
         if (left) break;
-        if (b.thread == 0) signal_all(a, record, unfenced);
-        unfenced = false;
+        if (b.thread == 0) signal_all(a, record);
       }
       if (b.thread == 0 && a.launch.spans != 0) end_task(a, record, ended);
       b.place = (b.place + 1) % RECORDS;
     }
     i = 0;
-  } while (!left && begin_step(a, b));
+  } while (!left && begin_step(a, c, b));
   if (b.thread == 0) {
     if (m.waits.gave_up) report(a, m.waits);
     if (a.launch.spans != 0) address<int64_t>(a.launch.span_count)[b.sm] = m.spans_used;
@@ -139,7 +139,7 @@ __device__ __forceinline__ void run_program(const Arguments& a, Dispatch dispatc
     const auto* stream_begin = address<const int32_t>(a.launch.stream_begin);
     StepView& step = block_memory().step;  // step 0, see `consume`
     step.number = step.rows = step.logit_rows = step.segment_count = step.previous_rows = 0, step.drawn_rows = step.special_rows = 0;
-    block_memory().leave_after = 0, block_memory().spans_used = 0, block_memory().waits.gave_up = 0, block_memory().waits.stall.reserved = 0;
+    block_memory().leave_after = 0, block_memory().unfenced = 0, block_memory().spans_used = 0, block_memory().waits.gave_up = 0, block_memory().waits.stall.reserved = 0;
     block_memory().count = stream_begin[block + 1] - stream_begin[block];
     block_memory().first = address<const Record>(a.kernel.records) + stream_begin[block];
   }
