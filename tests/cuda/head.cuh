@@ -7,16 +7,16 @@ namespace mpk::head {
 template <class V, int STRIDE>
 __device__ void hand_in(const Context& c, const Instruction& i, Block& b, TopMemory& memory, int part) {
   Top<V> top;
-  top.begin(c, b, &memory);
+  top.begin(c, b, memory);
   b.sync();
   const int group = b.thread / 8, row = group % STRIDE, end = (part + 1) * V::slice < V::vocab ? (part + 1) * V::slice : V::vocab;
   if (row < b.step->logit_rows)
     for (int column = part * V::slice + group / STRIDE * 16 + b.thread % 8 * 2; column < end; column += 16 * (THREADS / 8 / STRIDE)) {
       const float* from = operand<const float>(c, i, LOGITS) + int64_t(row) * V::vocab + column;
       const float both[2] = {load_float(from), column + 1 < V::vocab ? load_float(from + 1) : minus_infinity()};
-      top.take(row, column, both);
+      top.take(b, memory, row, column, both);
     }
-  top.template put<STRIDE>(b, operand<uint4>(c, i, TOPS), part, b.step->logit_rows);
+  top.template put<STRIDE>(b, memory, operand<uint4>(c, i, TOPS), part);
 }
 
 template <class V>

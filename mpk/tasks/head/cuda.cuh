@@ -9,27 +9,32 @@ namespace mpk::head {
 constexpr bool waits_inside = true;
 
 template <class V>
+__device__ __forceinline__ int part_of(const Instruction& in) { return in.tile_begin * linear::kTileRows / int(V::slice); }  // a task is one slice
+
+template <class V>
 struct Sink {
   static constexpr int BYTES = sizeof(TopMemory);
   Top<V> top;
-  uint4* tops;
-  int part, rows;
 
-  __device__ __forceinline__ void begin(const Context& c, const Block& b, unsigned char* memory) { top.begin(c, b, reinterpret_cast<TopMemory*>(memory)); }
+  static __device__ __forceinline__ TopMemory& at(unsigned char* memory) { return *reinterpret_cast<TopMemory*>(memory); }
+  __device__ __forceinline__ void begin(const Context& c, const Block& b, unsigned char* memory) { top.begin(c, b, at(memory)); }
   template <int N>
-  __device__ __forceinline__ void take(int row, int column, const float (&y)[N]) { top.take(row, column, y); }
+  __device__ __forceinline__ void take(const Block& b, unsigned char* memory, int row, int column, const float (&y)[N]) {
+    top.take(b, at(memory), row, column, y);
+  }
   template <int STRIDE>
-  __device__ __forceinline__ void finish(Block& b) { top.template put<STRIDE>(b, tops, part, rows); }
+  __device__ __forceinline__ void finish(const Context& c, const Instruction& in, Block& b, unsigned char* memory) {
+    top.template put<STRIDE>(b, at(memory), operand<uint4>(c, in, TOPS), part_of<V>(in));
+  }
 };
 
 template <class V>
 __device__ __forceinline__ void run(const Context& c, const Instruction& in, Block& b) {
   static_assert(sizeof(Memory) <= SCRATCH_BYTES, "scratch");
-  const int part = in.tile_begin * linear::kTileRows / int(V::slice);  // a task is one slice
-  linear::run<V>(c, in, b, Sink<V>{{}, operand<uint4>(c, in, TOPS), part, b.step->logit_rows});
+  linear::run<V>(c, in, b, Sink<V>{});
   if (b.step->special_rows != 0) {
     b.sync();
-    run_special<V>(c, in, b, *reinterpret_cast<Memory*>(b.scratch), part);
+    run_special<V>(c, in, b, *reinterpret_cast<Memory*>(b.scratch), part_of<V>(in));
   }
 }
 

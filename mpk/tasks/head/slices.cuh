@@ -19,34 +19,36 @@ struct TopMemory {
 // Takes the logits of one thread, which are all of one row. Groups of 8 threads have rows 0, 1, ... `rows` - 1, 0, ...
 template <class V>
 struct Top {
-  TopMemory* memory;
-  unsigned drawn;  // rows of logits whose token will be drawn
   Summary best;
 
   // Ahead of a barrier before the first logit.
-  __device__ __forceinline__ void begin(const Context& c, const Block& b, TopMemory* m) {
-    memory = m, drawn = b.step->drawn_rows, best.clear();
-    if (drawn == 0 || b.warp != 0 || b.lane >= b.step->logit_rows) return;
-    m->sharp[b.lane] = sharpness(load_float(&c.sequences[b.step->row_slot[b.step->logit_row[b.lane]]].temperature));
+  __device__ __forceinline__ void begin(const Context& c, const Block& b, TopMemory& memory) {
+    best.clear();
+    if (b.step->drawn_rows == 0 || b.warp != 0 || b.lane >= b.step->logit_rows) return;
+    memory.sharp[b.lane] = sharpness(load_float(&c.sequences[b.step->row_slot[b.step->logit_row[b.lane]]].temperature));
   }
-  __device__ __forceinline__ float sharp_of(int row) const { return drawn >> row & 1 ? memory->sharp[row] : 0.0f; }
+  static __device__ __forceinline__ float sharp_of(const Block& b, const TopMemory& memory, int row) {
+    return b.step->drawn_rows >> row & 1 ? memory.sharp[row] : 0.0f;
+  }
   template <int N>
-  __device__ __forceinline__ void take(int row, int token, const float (&x)[N]) { best.add(x, token, sharp_of(row)); }
+  __device__ __forceinline__ void take(const Block& b, const TopMemory& memory, int row, int token, const float (&x)[N]) {
+    best.add(x, token, sharp_of(b, memory, row));
+  }
 
   // Sends the messages of slice `part`. All threads, each after its last logit; `stride`: rows that groups of threads go round, a power of two.
   template <int STRIDE>
-  __device__ __forceinline__ void put(Block& b, uint4* tops, int part, int rows) {
+  __device__ __forceinline__ void put(Block& b, TopMemory& memory, uint4* tops, int part) {
     static_assert((STRIDE & (STRIDE - 1)) == 0 && STRIDE <= 32, "groups of 8 threads go round the rows");
-    float sharp = sharp_of(b.thread / 8 % STRIDE);
+    float sharp = sharp_of(b, memory, b.thread / 8 % STRIDE);
 #pragma unroll
     for (int step = 1; step < 8; step *= 2) best.merge(best.from_lane(step), sharp);
-    if (b.lane % 8 == 0) memory->groups[b.thread / 8] = best;
+    if (b.lane % 8 == 0) memory.groups[b.thread / 8] = best;
     b.sync();
     if (b.warp != 0) return;
-    best = memory->groups[b.lane], sharp = sharp_of(b.lane % STRIDE);
+    best = memory.groups[b.lane], sharp = sharp_of(b, memory, b.lane % STRIDE);
 #pragma unroll
     for (int step = STRIDE; step < 32; step *= 2) best.merge(best.from_lane(step), sharp);
-    if (b.lane < rows)
+    if (b.lane < b.step->logit_rows)
       store_message(tops + int64_t(b.lane) * int(V::parts) + part,
                     uint4{__float_as_uint(best.max), uint32_t(best.token), __float_as_uint(best.sum), uint32_t(b.step->number)});
   }

@@ -18,15 +18,15 @@ constexpr bool waits_inside = true;
 constexpr int kStore = 0, kResidual = 1, kSwiglu = 2;
 constexpr int kTileRows = 16, kGroup = 8;
 
-// Who else wants the outputs: `begin` gets BYTES of shared memory, `take` what each thread stores (consecutive columns, always of the same
-// row), and `finish` is called by all threads at the end. The head has one (head/cuda.cuh).
+// Who else wants the outputs, with BYTES of shared memory: `begin` is called first, `take` with what each thread stores (consecutive columns,
+// always of the same row), and `finish` by all threads at the end. The head has one (head/cuda.cuh).
 struct NoSink {
   static constexpr int BYTES = 0;
   __device__ __forceinline__ void begin(const Context&, const Block&, unsigned char*) {}
   template <int N>
-  __device__ __forceinline__ void take(int, int, const float (&)[N]) {}
+  __device__ __forceinline__ void take(const Block&, unsigned char*, int, int, const float (&)[N]) {}
   template <int STRIDE>
-  __device__ __forceinline__ void finish(Block&) {}
+  __device__ __forceinline__ void finish(const Context&, const Instruction&, Block&, unsigned char*) {}
 };
 
 constexpr int round_to(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
@@ -273,7 +273,7 @@ struct Finish {
         y.x += low(before), y.y += high(before);
       }
       const float both[2] = {y.x, column + 1 < S::n ? y.y : __int_as_float(0xff800000)};
-      sink.take(row, column, both);
+      sink.take(b, b.scratch + Input::kBytes, row, column, both);
       if constexpr (S::wide) {
         float* to = static_cast<float*>(out) + place;
         to[0] = y.x;
@@ -385,7 +385,7 @@ __device__ __forceinline__ void product(const Context& c, const Instruction& in,
     }
     first += count;
   }
-  sink.template finish<Input::kRows>(b);
+  sink.template finish<Input::kRows>(c, in, b, b.scratch + Input::kBytes);
 }
 
 // No row wants this product, but its weights are in the ring.
