@@ -25,16 +25,17 @@ SOURCES = Path(__file__).parent.parent / "cuda"
 ARCHITECTURE = "sm_90a"
 THREADS, SCRATCH_BYTES = 256, 64 * 1024  # of block.cuh
 POINTERS = ("weights", "params", "arena", "kv", "step", "segments", "row_token", "row_slot", "row_position", "logit_row", "sequences", "tokens",
-            "page_table", "free_pages", "free_page_count", "chosen_logprob", "top_logprob", "top_token", "logits_out", "token_ns", "cancel")
-SIZES = ("max_batch", "max_rows", "max_context", "max_pages", "num_pages", "opcode", "repeats", "layers", "previous_rows")
+            "page_table", "free_pages", "free_page_count", "chosen_logprob", "top_logprob", "top_token", "logits_out", "token_ns", "cancel", "messages")
+SIZES = ("max_batch", "max_rows", "max_context", "max_pages", "num_pages", "opcode", "repeats", "layers", "previous_rows", "drawn_rows", "special_rows")
 LAUNCH = np.dtype([*((n, "<u8") for n in POINTERS), ("logits_out_positions", "<i8"), ("flagged_stride", "<i8"), ("instructions", "<u8"), ("times", "<u8"),
                    ("arrivals", "<u8"), *((n, "<i4") for n in SIZES)], align=True)
 
 
 def source_of(kind: str, constants: Mapping[str, Scalar]) -> str:
-    """A kernel around one variant of a kind."""
+    """A kernel around one variant of a kind; of `head` only what comes behind the product."""
     lines = " ".join(f"static constexpr {constant(n, v)};" for n, v in constants.items())
-    return (f'#include "{kind}/cuda.cuh"\nstruct V {{ {lines} }};\n'
+    body = (SOURCES / "head.cuh").read_text() if kind == "head" else f'#include "{kind}/cuda.cuh"\n'
+    return (f"{body}struct V {{ {lines} }};\n"
             "__device__ __forceinline__ void run_body(int, const mpk::Context& c, const mpk::Instruction& i, mpk::Block& b) "
             f"{{ mpk::{kind}::run<V>(c, i, b); }}\n{(SOURCES / 'kinds.cuh').read_text()}")
 

@@ -10,6 +10,7 @@ constexpr int WARPS = emulation::WARPS, THREADS = emulation::THREADS, BLOCK_THRE
 struct StepView {
   int rows, logit_rows, segment_count, previous_rows;
   int64_t number;
+  unsigned drawn_rows, special_rows;
   int32_t row_token[MAX_ROWS], row_slot[MAX_ROWS], row_position[MAX_ROWS], logit_row[MAX_ROWS];
   Segment segments[MAX_ROWS];
 };
@@ -36,7 +37,9 @@ struct Block {
   void sync() const { emulation::block_meeting.attend(THREADS); }
   void wait() {}
   void arrived() {}
-  bool may_poll(uint32_t&) const { std::fprintf(stderr, "a flagged word is EMPTY that nobody will write\n"), std::abort(); }
+  bool may_poll(uint32_t&, bool = false) const { std::fprintf(stderr, "data does not come that somebody waits for\n"), std::abort(); }
+  void idle() const {}
+  bool stopping() const { return false; }
 };
 
 }  // namespace mpk

@@ -28,6 +28,11 @@ inline bf16 load_bf16(const bf16* p) { return *p; }
 inline void store_4(void* p, uint32_t v) { emulation::store(p, v); }
 inline void store_8(void* p, uint2 v) { emulation::store(p, v); }
 inline void store_16(void* p, uint4 v) { emulation::store(p, v); }
+inline uint4 load_message(const void* p) { return emulation::load<uint4>(p); }
+inline uint4 load_message_acquire(const void* p) { return emulation::load<uint4>(p); }
+inline void store_message(void* p, uint4 v) { emulation::store(p, v); }
+inline void fence_release() {}
+inline void store_system(int64_t* p, int64_t v) { *p = v; }
 inline int32_t load_system(const int32_t* p) { return *p; }
 inline uint64_t load_acquire(const uint64_t* p) { return *p; }
 inline void add_release(uint64_t* p, uint64_t amount) { *p += amount; }

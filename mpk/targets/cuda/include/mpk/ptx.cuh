@@ -60,6 +60,23 @@ __device__ __forceinline__ void store_16(void* p, uint4 v) {
   asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+// ---- messages: 16 bytes that are seen as a whole, since one 128-bit access is one access and not four
+__device__ __forceinline__ uint4 load_message(const void* p) {
+  uint64_t a, b;
+  asm volatile("{.reg .b128 v; ld.relaxed.gpu.global.b128 v, [%2]; mov.b128 {%0,%1}, v;}" : "=l"(a), "=l"(b) : "l"(p) : "memory");
+  return {uint32_t(a), uint32_t(a >> 32), uint32_t(b), uint32_t(b >> 32)};
+}
+__device__ __forceinline__ uint4 load_message_acquire(const void* p) {
+  uint64_t a, b;
+  asm volatile("{.reg .b128 v; ld.acquire.gpu.global.b128 v, [%2]; mov.b128 {%0,%1}, v;}" : "=l"(a), "=l"(b) : "l"(p) : "memory");
+  return {uint32_t(a), uint32_t(a >> 32), uint32_t(b), uint32_t(b >> 32)};
+}
+__device__ __forceinline__ void store_message(void* p, uint4 v) {
+  asm volatile("{.reg .b64 a, b; .reg .b128 v; mov.b64 a, {%1,%2}; mov.b64 b, {%3,%4}; mov.b128 v, {a,b}; st.relaxed.gpu.global.b128 [%0], v;}" ::"l"(p),
+               "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
 // ---- events
 __device__ __forceinline__ uint64_t load_acquire(const uint64_t* p) {
   uint64_t v;
@@ -81,6 +98,9 @@ __device__ __forceinline__ void store_release(int32_t* p, int32_t v) {
 // To and from the host while the kernel runs (pinned host memory).
 __device__ __forceinline__ void store_release_system(int32_t* p, int32_t v) {
   asm volatile("st.release.sys.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+__device__ __forceinline__ void store_system(int64_t* p, int64_t v) {
+  asm volatile("st.relaxed.sys.global.s64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 __device__ __forceinline__ int32_t load_system(const int32_t* p) {
   int32_t v;
