@@ -11,8 +11,6 @@
 
 namespace mpk::rotary_attention {
 
-constexpr int TILE_QUERIES = 8;
-
 template <class V>
 struct Shape {
   static constexpr int heads = int(V::heads), kv_heads = int(V::kv_heads), head_dim = int(V::head_dim), group = heads / kv_heads;
@@ -22,25 +20,23 @@ struct Shape {
   static constexpr int pieces = (head_dim + 31) / 32;        // of 32 along the head, the last one may be cut
   static constexpr int section = pieces <= 4 ? pieces : 2;   // pieces that a warp holds in registers at a time
   static constexpr int sections = (pieces + section - 1) / section;
-  static constexpr int tiles = 2 * section;                  // of 16 rows of V^T in a section
-  static constexpr int row_stride = pieces * 32 + 8;         // of queries and keys in shared memory, bf16; 8: against bank conflicts
-  static constexpr int value_stride = MAX_ROWS + 8;      // of a row of V^T in shared memory, bf16
-  static constexpr int sum_stride = head_dim + (head_dim % 16 == 8 ? 12 : 4);  // of a query's sums in shared memory, float
+  static constexpr int lane_dims = head_dim / 8;             // rows of V^T of a lane: lane_dims * (its row of fragments) and those after it
+  static constexpr int tiles = sections == 1 ? (lane_dims + 1) / 2 : 2 * section;  // of 16 rows of V^T in a section
+  static constexpr int row_stride = pieces * 32 + 8;         // of queries, keys and values in shared memory, bf16; 8: against bank conflicts
+  static constexpr int sum_stride = head_dim + 4;            // of a query's sums in shared memory, float
 };
 
-// 8 queries of one segment; `query` numbers the segment's rows times the group's heads.
+// 8 queries of one segment and the blocks of positions that this split has of it; `query` numbers the segment's rows times the
+// group's heads.
 struct Tile {
   int slot, row, rows, position;  // of the segment
   int query;
-  bool valid;
+  int begin, count;  // blocks; no blocks: no tile
 };
 
-// What a task sees of a segment: its share of the past in the cache, and perhaps the step's own positions, in shared memory.
-struct Share {
-  Blocks past;
-  bool fresh;
-  __device__ __forceinline__ int items() const { return past.count + fresh; }  // a block each
-};
+// Consecutive values in shared or global memory, in pieces of up to 16 bytes.
+template <int N>
+constexpr int width_of() { return N % 4 == 0 ? 4 : N % 2 == 0 ? 2 : 1; }
 
 template <class V>
 struct Warp {
@@ -67,9 +63,8 @@ struct Warp {
 
   // Whether 8 columns of a piece exist; decided when compiled, except in a cut piece.
   __device__ __forceinline__ bool has_piece(int piece) const { return piece * 32 + 32 <= S::head_dim || piece * 32 + pair * 8 < S::head_dim; }
-  __device__ __forceinline__ bool has_row(int tile, int half) const {
-    return tile * 16 + half * 8 + 8 <= S::head_dim || tile * 16 + half * 8 + row < S::head_dim;
-  }
+  // Rows of V^T are given to fragments such that a lane's are consecutive: half `half` of tile `tile` is row 2 * tile + half of each lane.
+  static constexpr __device__ __forceinline__ bool has_half(int tile, int half) { return 2 * tile + half < S::lane_dims; }
 
   // One base address a function, all else constants: the places of fragments are linear in their numbers.
   __device__ __forceinline__ void load_keys(const bf16* from, int section) {
@@ -91,52 +86,64 @@ struct Warp {
   }
 
   __device__ __forceinline__ void load_values(const bf16* from, int section) {
-    const bf16* base = from + row * KV_PAGE_TOKENS + pair * LANE_POSITIONS;
+    const bf16* base = from + row * S::lane_dims * KV_PAGE_TOKENS + pair * LANE_POSITIONS;
 #pragma unroll
     for (int t = 0; t < S::tiles; ++t)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int tile = section * S::tiles + t;
-        const bf16* piece = base + (tile * 16 + h * 8) * KV_PAGE_TOKENS;
+        const bf16* piece = base + (tile * 2 + h) * KV_PAGE_TOKENS;
         if constexpr (FRAGMENTS == 2) {
-          set(values[t][h], has_row(tile, h) ? load_16(piece) : uint4{0, 0, 0, 0});
+          set(values[t][h], has_half(tile, h) ? load_16(piece) : uint4{0, 0, 0, 0});
         } else {
-          const uint2 v = has_row(tile, h) ? load_8(piece) : uint2{0, 0};
+          const uint2 v = has_half(tile, h) ? load_8(piece) : uint2{0, 0};
           values[t][h][0] = v.x, values[t][h][1] = v.y;
         }
       }
   }
 
-  // The same from the step's own keys [MAX_ROWS][row_stride] and values [head_dim][value_stride] in shared memory.
-  __device__ __forceinline__ void load_new_keys(uint32_t from, int section) {
-    const uint32_t base = from + (place(0, 0) * S::row_stride + pair * 8) * 2;
+  // Puts keys in place that are not in the cache yet: places [begin, end) of the block, which stand in rows of shared memory.
+  __device__ __forceinline__ void insert_keys(uint32_t rows, int begin, int end) {
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; ++f)
 #pragma unroll
-      for (int p = 0; p < S::section; ++p)
+      for (int h = 0; h < 2; ++h) {
+        const int at = place(f, h);
+        if (at < begin || at >= end) continue;
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int piece = section * S::section + p;
-          const bool there = has_piece(piece) && (FRAGMENTS == 1 || place(f, h) < MAX_ROWS);
-          keys[f][p][h] = there ? shared_load_16(base + ((f * 4 + h * 2) * S::row_stride + piece * 32) * 2) : uint4{0, 0, 0, 0};
-        }
+        for (int p = 0; p < S::section; ++p)
+          if (has_piece(p)) keys[f][p][h] = shared_load_16(rows + ((at - begin) * S::row_stride + pair * 8 + p * 32) * 2);
+      }
   }
 
-  __device__ __forceinline__ void load_new_values(uint32_t from, int section) {
-    const uint32_t base = from + (row * S::value_stride + pair * LANE_POSITIONS) * 2;
+  // The same of values.
+  __device__ __forceinline__ void insert_values(const bf16* rows, int begin, int end) {
+    const int own = pair * LANE_POSITIONS, last = end - own < LANE_POSITIONS ? end - own : LANE_POSITIONS;
+#pragma unroll 1
+    for (int k = begin > own ? begin - own : 0; k < last; ++k) {
+      const bf16* from = rows + (own + k - begin) * S::row_stride + row * S::lane_dims;
 #pragma unroll
-    for (int t = 0; t < S::tiles; ++t)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int tile = section * S::tiles + t;
-        const uint32_t piece = base + (tile * 16 + h * 8) * S::value_stride * 2;
-        if constexpr (FRAGMENTS == 2) {
-          set(values[t][h], has_row(tile, h) && pair * LANE_POSITIONS < MAX_ROWS ? shared_load_16(piece) : uint4{0, 0, 0, 0});
+      for (int d = 0; d < S::lane_dims; d += 8) {
+        uint32_t v[4] = {};  // pairs of rows of V^T
+        if constexpr (S::lane_dims % 8 == 0) {
+          const uint4 all = shared_load_16(shared_address(from + d));
+          v[0] = all.x, v[1] = all.y, v[2] = all.z, v[3] = all.w;
         } else {
-          const uint2 v = has_row(tile, h) ? shared_load_8(piece) : uint2{0, 0};
-          values[t][h][0] = v.x, values[t][h][1] = v.y;
+#pragma unroll
+          for (int e = 0; e < 8; ++e)
+            if (d + e < S::lane_dims) v[e / 2] |= uint32_t(from[d + e].bits) << e % 2 * 16;
+        }
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          if (d + e >= S::lane_dims) continue;
+          const uint32_t bits = e % 2 != 0 ? v[e / 2] >> 16 : v[e / 2] & 0xffffu;
+          auto& pairs = values[(d + e) / 2][e % 2];
+#pragma unroll
+          for (int j = 0; j < 2 * FRAGMENTS; ++j)
+            if (j == k / 2) pairs[j] = k % 2 != 0 ? (pairs[j] & 0xffffu) | bits << 16 : (pairs[j] & 0xffff0000u) | bits;
         }
       }
+    }
   }
 
   // scores[fragment][...] += the section's part of K Q^T; `queries`: the tile's in shared memory.
@@ -235,42 +242,57 @@ struct Warp {
       for (int step = 4; step < 32; step *= 2) total[q] += __shfl_xor_sync(ALL_LANES, total[q], step);
   }
 
-  // Sums to `to` [8 queries][sum_stride]; maxima and totals to `statistics` [2][8 queries][WARPS], of which it points at this warp's.
+  // Sum number `j` of this lane of query `q` of its two: of row `row * lane_dims + j` of V^T.
+  __device__ __forceinline__ float sum(int q, int j) const { return sums[j / 2][j % 2 * 2 + q]; }
+
+  // Place of a query among those of a tile in shared memory: lanes that store at the same time then use different banks.
+  __device__ __forceinline__ static int shelf(int query) { return query % 2 * 4 + query / 2; }
+
+  // Sums to `to` [shelf][sum_stride]; maxima and totals to `statistics` [2][8 queries][WARPS], of which it points at this warp's.
   __device__ __forceinline__ void leave(float* to, float* statistics) const {
-    if (row == 0) {
+    constexpr int W = width_of<S::lane_dims>();
 #pragma unroll
-      for (int q = 0; q < 2; ++q)
-        statistics[(pair * 2 + q) * WARPS] = max[q], statistics[(TILE_QUERIES + pair * 2 + q) * WARPS] = total[q];
+    for (int q = 0; q < 2; ++q) {
+      if (row == 0) statistics[(pair * 2 + q) * WARPS] = max[q], statistics[(TILE_QUERIES + pair * 2 + q) * WARPS] = total[q];
+      float* own = to + shelf(pair * 2 + q) * S::sum_stride + row * S::lane_dims;
+#pragma unroll
+      for (int j = 0; j < S::lane_dims; j += W) {
+        if constexpr (W == 4)
+          *reinterpret_cast<float4*>(own + j) = {sum(q, j), sum(q, j + 1), sum(q, j + 2), sum(q, j + 3)};
+        else if constexpr (W == 2)
+          *reinterpret_cast<float2*>(own + j) = {sum(q, j), sum(q, j + 1)};
+        else
+          own[j] = sum(q, j);
+      }
     }
-    float* base = to + pair * 2 * S::sum_stride + row;
-#pragma unroll
-    for (int t = 0; t < S::sections * S::tiles; ++t)
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        if (has_row(t, e / 2)) base[e % 2 * S::sum_stride + t * 16 + e / 2 * 8] = sums[t][e];
   }
 
-  // The partial result of query `q` of this lane's two, to global memory.
+  // The partial result of query `q` of this lane's two, to a flagged buffer.
   __device__ __forceinline__ void write_partial(float* to, int q) const {
+    constexpr int W = width_of<S::lane_dims>();
+    float* own = to + row * S::lane_dims;
+    const auto bits = [&](int j) { return __float_as_uint(sum(q, j)); };
 #pragma unroll
-    for (int t = 0; t < S::sections * S::tiles; ++t)
-#pragma unroll
-      for (int h = 0; h < 2; ++h)
-        if (has_row(t, h)) put_4(to + row + t * 16 + h * 8, __float_as_uint(sums[t][2 * h + q]));
+    for (int j = 0; j < S::lane_dims; j += W) {
+      if constexpr (W == 4)
+        put_16(own + j, {bits(j), bits(j + 1), bits(j + 2), bits(j + 3)});
+      else if constexpr (W == 2)
+        put_8(own + j, {bits(j), bits(j + 1)});
+      else
+        put_4(own + j, bits(j));
+    }
     if (row == 0) put_8(to + S::head_dim, {__float_as_uint(max[q] * LN_2), __float_as_uint(total[q])});
   }
 
-  // The same, finished.
-  // All lanes; null: not this one's. Rows 2 n and 2 n + 1 of the result make one word, and stand in lanes that differ by 4.
-  __device__ __forceinline__ void write_result(bf16* to, int q) const {
-    const float inverse = 1.0f / total[q];
+  // The same, finished, if `wanted`. All lanes: a word has two values, which with an odd number of rows a lane may be of two lanes.
+  __device__ __forceinline__ void write_result(bf16* to, int q, bool wanted) const {
+    const float inverse = 1.0f / total[q], beyond = S::lane_dims % 2 == 0 ? 0.0f : __shfl_sync(ALL_LANES, sum(q, 0) * inverse, own_lane() + 4);
+    const int begin = row * S::lane_dims;
 #pragma unroll
-    for (int t = 0; t < S::sections * S::tiles; ++t)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float mine = sums[t][2 * h + q] * inverse, next = __shfl_xor_sync(ALL_LANES, mine, 4);
-        if (to != nullptr && row % 2 == 0 && has_row(t, h)) put_4(to + row + t * 16 + h * 8, pack_bf16(mine, next));
-      }
+    for (int j = 0; j < S::lane_dims; ++j) {
+      const float next = j + 1 < S::lane_dims ? sum(q, j + 1) * inverse : beyond;
+      if (wanted && (begin + j) % 2 == 0) put_4(to + begin + j, pack_bf16(sum(q, j) * inverse, next));
+    }
   }
 };
 

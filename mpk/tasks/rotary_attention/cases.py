@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mpk.tasks.case import Case, Segments, case, config
+from mpk.tasks.rotary_attention.sharing import STATISTICS
 
 STEPS: tuple[Segments, ...] = (
     ((0, 0, 1),),
@@ -18,7 +19,7 @@ STEPS: tuple[Segments, ...] = (
 
 def _case(heads: int, kv_heads: int, head_dim: int, window: int = 0, splits: int = 1, norm: bool = False) -> Case:
     label = f"rotary_attention {heads}/{kv_heads}x{head_dim} window {window} splits {splits}" + " norm" * norm
-    out = heads * (head_dim if splits == 1 else splits * (head_dim + 2))
+    out = heads * (head_dim if splits == 1 else splits * (head_dim + STATISTICS))
     weights = {role: {f"{role}.weight": (head_dim,)} for role in ("q_norm", "k_norm")} if norm else {}
     return case(label, "rotary_attention", config(heads=heads, kv_heads=kv_heads, head_dim=head_dim),
                 {"qkv": (heads + 2 * kv_heads) * head_dim, "rope": head_dim, "kv": 2 * kv_heads * head_dim},
