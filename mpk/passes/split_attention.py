@@ -44,7 +44,7 @@ def run(graph: TensorGraph, workers: int) -> TensorGraph:
         partial = f"l{op.layer}.partial"
         # one partial result a (query head, split): head_dim sums, the running maximum, the running denominator, and perhaps padding
         statistics = STATISTICS if op.kind == "rotary_attention" else 2
-        values[partial] = Value(partial, heads * splits * (head_dim + statistics), element_bytes=4)
+        values[partial] = Value(partial, heads * splits * (head_dim + statistics), element_bytes=4, flagged=graph.values[op.outputs[0]].flagged)
         attrs = {**op.attrs, "splits": splits, "statistics": statistics}
         operators.append(replace(op, outputs=(partial, *op.outputs[1:]), attrs=attrs))
         operators.append(Operator(f"l{op.layer}.combine", "attention_combine", (partial,), op.outputs[:1], {}, attrs, op.layer))

@@ -9,8 +9,6 @@
 namespace mpk {
 
 constexpr int STEP_EVENT = 0;  // its value is the number of steps planned so far
-// Stall::event of waits that are not for a counter: weights that do not come, flagged data that nobody writes.
-constexpr int STALL_WEIGHTS = -1, STALL_DATA = -2;
 
 struct Arguments {
   Launch launch;
