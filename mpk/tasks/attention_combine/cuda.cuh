@@ -139,7 +139,7 @@ __device__ void run(const Context& c, const Instruction& i, Block& b) {
   float* partials = flagged<float>(c, i, 0, b);
   bf16* out = flagged<bf16>(c, i, 1, b);
   const Shares<V> shares(*b.step, lane);
-  const int row_begin = lane < b.step->segment_count ? b.step->segments[lane].row_begin : MAX_ROWS;
+  const int row_begin = lane < b.step->segment_count ? b.step->segments[lane].row_begin : 0x7fffffff;
   wait_inputs(b);
 #pragma unroll 1
   for (int n = b.warp; n < work; n += WARPS) {
