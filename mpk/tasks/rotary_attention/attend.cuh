@@ -102,46 +102,46 @@ struct Warp {
       }
   }
 
-  // Puts keys in place that are not in the cache yet: places [begin, end) of the block, which stand in rows of shared memory.
-  __device__ __forceinline__ void insert_keys(uint32_t rows, int begin, int end) {
+  // Puts a key in place that is not in the cache yet, at place `at` of the block; it stands in shared memory.
+  __device__ __forceinline__ void insert_key(uint32_t key, int at) {
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; ++f)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int at = place(f, h);
-        if (at < begin || at >= end) continue;
+        if (place(f, h) != at) continue;
 #pragma unroll
         for (int p = 0; p < S::section; ++p)
-          if (has_piece(p)) keys[f][p][h] = shared_load_16(rows + ((at - begin) * S::row_stride + pair * 8 + p * 32) * 2);
+          if (has_piece(p)) keys[f][p][h] = shared_load_16(key + (pair * 8 + p * 32) * 2);
       }
   }
 
-  // The same of values.
-  __device__ __forceinline__ void insert_values(const bf16* rows, int begin, int end) {
-    const int own = pair * LANE_POSITIONS, last = end - own < LANE_POSITIONS ? end - own : LANE_POSITIONS;
-#pragma unroll 1
-    for (int k = begin > own ? begin - own : 0; k < last; ++k) {
-      const bf16* from = rows + (own + k - begin) * S::row_stride + row * S::lane_dims;
+  // The same of a value. A position is half of a word, chosen by masks: registers have no numbers.
+  __device__ __forceinline__ void insert_value(const bf16* value, int at) {
+    const bf16* from = value + row * S::lane_dims;
+    uint32_t chosen[2 * FRAGMENTS];
 #pragma unroll
-      for (int d = 0; d < S::lane_dims; d += 8) {
-        uint32_t v[4] = {};  // pairs of rows of V^T
-        if constexpr (S::lane_dims % 8 == 0) {
-          const uint4 all = shared_load_16(shared_address(from + d));
-          v[0] = all.x, v[1] = all.y, v[2] = all.z, v[3] = all.w;
-        } else {
+    for (int j = 0; j < 2 * FRAGMENTS; ++j) {
+      const int first = pair * LANE_POSITIONS + 2 * j;
+      chosen[j] = at == first ? 0xffffu : at == first + 1 ? 0xffff0000u : 0u;
+    }
 #pragma unroll
-          for (int e = 0; e < 8; ++e)
-            if (d + e < S::lane_dims) v[e / 2] |= uint32_t(from[d + e].bits) << e % 2 * 16;
-        }
+    for (int d = 0; d < S::lane_dims; d += 8) {
+      uint32_t v[4] = {};  // pairs of rows of V^T
+      if constexpr (S::lane_dims % 8 == 0) {
+        const uint4 all = shared_load_16(shared_address(from + d));
+        v[0] = all.x, v[1] = all.y, v[2] = all.z, v[3] = all.w;
+      } else {
 #pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          if (d + e >= S::lane_dims) continue;
-          const uint32_t bits = e % 2 != 0 ? v[e / 2] >> 16 : v[e / 2] & 0xffffu;
-          auto& pairs = values[(d + e) / 2][e % 2];
+        for (int e = 0; e < 8; ++e)
+          if (d + e < S::lane_dims) v[e / 2] |= uint32_t(from[d + e].bits) << e % 2 * 16;
+      }
 #pragma unroll
-          for (int j = 0; j < 2 * FRAGMENTS; ++j)
-            if (j == k / 2) pairs[j] = k % 2 != 0 ? (pairs[j] & 0xffffu) | bits << 16 : (pairs[j] & 0xffff0000u) | bits;
-        }
+      for (int e = 0; e < 8; ++e) {
+        if (d + e >= S::lane_dims) continue;
+        const uint32_t twice = (e % 2 != 0 ? v[e / 2] >> 16 : v[e / 2] & 0xffffu) * 0x10001u;
+        auto& pairs = values[(d + e) / 2][e % 2];
+#pragma unroll
+        for (int j = 0; j < 2 * FRAGMENTS; ++j) pairs[j] = (pairs[j] & ~chosen[j]) | (twice & chosen[j]);
       }
     }
   }

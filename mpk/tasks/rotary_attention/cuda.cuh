@@ -9,8 +9,9 @@
 // Work is shared among the warps in units of (tile of 8 queries, part of the blocks of positions): with few queries the parts of a
 // tile are several warps, whose results are merged in shared memory; with many, a warp has a tile to itself and goes on to the next.
 // A warp needs no other one until its sums are there: it waits for its own queries' words, and where its blocks hold positions of the
-// step itself, it turns those keys and puts them beside the cached ones in its registers. Past positions do not depend on the step, so
-// every warp asks for its first block before the queries are there.
+// step itself, it turns those keys as well. Where a segment is one row, its key and value are put beside the cached ones in registers;
+// those of more rows are read from the cache after they have been appended. Past positions do not depend on the step, so every warp
+// asks for its first block before the queries are there.
 #pragma once
 #include "mpk/wait.cuh"
 #include "rotary_attention/head.cuh"
@@ -27,7 +28,7 @@ class Task {
   using Q = Quad<V>;
   static constexpr int BATCH = (TILE_QUERIES + 2 + Q::A_WARP - 1) / Q::A_WARP < 5 ? (TILE_QUERIES + 2 + Q::A_WARP - 1) / Q::A_WARP : 5;  // heads that a lane has in flight
   static constexpr int BLOCKS_A_PAGE = KV_PAGE_TOKENS / S::block;
-  static constexpr bool KEEPS = S::sections == 1;  // a block stays in registers from its load to its use
+  static constexpr bool WHOLE = S::sections == 1;  // all of a block is in registers at a time
 
  public:
   __device__ __forceinline__ Task(const Context& c, const Instruction& i, Block& b, int tile)
@@ -79,9 +80,8 @@ class Task {
   struct New {
     int block;         // of the walk, that the present group is in; behind the last one if there is none
     int place, count;  // of the group in its block
-    bool here;         // in shared memory
 
-    __device__ __forceinline__ New(const Tile& tile, const Walk& blocks) : here(false) {
+    __device__ __forceinline__ New(const Tile& tile, const Walk& blocks) {
       const int ahead = tile.position / S::block - blocks.first;
       begin(tile, blocks, ahead > 0 ? (ahead + blocks.stride - 1) / blocks.stride : 0);
     }
@@ -93,8 +93,7 @@ class Task {
       return min(tile.position + tile.rows - blocks.number(block) * S::block, S::block);
     }
     __device__ __forceinline__ void advance(const Tile& tile, const Walk& blocks) {
-      here = false, place += count;
-      count = min(end(tile, blocks) - place, M::NEW);
+      place += count, count = min(end(tile, blocks) - place, M::NEW);
       if (count <= 0) begin(tile, blocks, block + 1);
     }
   };
@@ -102,27 +101,24 @@ class Task {
   // Tiles unit, unit + units, ... of the step, with `parts` warps a tile; more than one part: one tile at most.
   __device__ __forceinline__ void work(int parts, bool& waited) {
     const int units = M::units / parts, unit = b.warp / parts, part = b.warp % parts;
-    Tile own = tile(unit < units ? unit : total);
-    Walk blocks(own, part, parts);
-    Warp<V> warp;
-    if (KEEPS && blocks.count > 0) load_first(warp, blocks, own);
-    if (!waited) wait_inputs(b), waited = true;
 #pragma unroll 1
-    for (int t = unit;;) {
-      if (blocks.count > 0) attend(warp, own, blocks), warp.finish();
+    for (int t = unit < units ? unit : total;; t += units) {
+      const Tile own = tile(t);
+      Walk blocks(own, part, parts);
+      Warp<V> warp;
+      if (blocks.count > 0) {
+        prepare(warp, own, blocks, waited);
+        attend(warp, own, blocks), warp.finish();
+      }
+      if (!waited) wait_inputs(b), waited = true;  // warps without blocks
       if (parts > 1) {
-        __syncwarp();  // all lanes have read what stands where the sums go
         if (blocks.count > 0) warp.leave(memory.sums(b.warp), memory.statistics() + b.warp);
         b.sync();
         if (own.count > 0) merge(own, min(own.count, parts), part, parts);
         break;
       }
       if (blocks.count > 0) write(warp, own);
-      t += units;
-      if (t >= total || unit >= units) break;
-      own = tile(t), blocks = Walk(own, part, parts);
-      __syncwarp();  // the queries of the tile before have been read
-      if (KEEPS) load_first(warp, blocks, own);
+      if (t + units >= total) break;
     }
   }
 
@@ -181,8 +177,8 @@ class Task {
       const Source s = source(own, blocks, fresh, queries, pass * Q::A_WARP + lane / Q::LANES);
       return (s.row * ((S::heads + 2 * S::kv_heads) * S::head_dim) + s.head * S::head_dim + 4 * quad) * 2;
     };
-    // The first tile appends. Without KEEPS all tiles do, the same values, because they read them there.
-    bf16* keys = fresh.count > 0 && (own.query == 0 || !KEEPS) ? block_at(blocks.number(fresh.block), page_at(own, blocks.number(fresh.block))) : nullptr;
+    // One tile appends, or all do, the same values, because they read them there.
+    bf16* keys = fresh.count > 0 && (own.query == 0 || !is_inserted(own)) ? block_at(blocks.number(fresh.block), page_at(own, blocks.number(fresh.block))) : nullptr;
     Turn<V> turn;
     turn.load_rope(rope, quad), turn.load_norms(reinterpret_cast<const float*>(c.params + i.params), quad);
 #pragma unroll 1
@@ -252,39 +248,44 @@ class Task {
   }
 
   // ---- attention
-  // All blocks of the warp. While one is multiplied, the next is on its way; if blocks stay in registers, the first one is there already.
+  // Whether the step's own key and value go from shared memory into registers, and not through the cache.
+  __device__ __forceinline__ static bool is_inserted(const Tile& tile) { return WHOLE && tile.rows == 1; }
+
+  // Brings the queries, and the new keys and values of the warp's blocks. Afterwards the first block is on its way.
+  __device__ __forceinline__ void prepare(Warp<V>& warp, const Tile& tile, Walk& blocks, bool& waited) const {
+    New fresh(tile, blocks);
+    const bool early = is_inserted(tile) || fresh.block > 0;
+    if (early) load_first(warp, blocks, tile);
+    int queries = min(tile.rows * S::group - tile.query, TILE_QUERIES);
+    __syncwarp();  // the queries of the tile before have been read
+    pad_queries(queries);
+    if (!waited) wait_inputs(b), waited = true;
+#pragma unroll 1
+    do {
+      bring(tile, blocks, fresh, queries), queries = 0;
+      fresh.advance(tile, blocks);
+    } while (fresh.count > 0);
+    if (!early) load_first(warp, blocks, tile);
+  }
+
+  // All blocks of the warp. While one is multiplied, the next is on its way.
   __device__ __forceinline__ void attend(Warp<V>& warp, const Tile& tile, Walk& blocks) const {
     warp.locate();
     const bf16* rows = memory.rows(b.warp);
-    const int tile_queries = min(tile.rows * S::group - tile.query, TILE_QUERIES);
-    int queries = tile_queries;  // to be brought
-    New fresh(tile, blocks);
-    pad_queries(queries);
-    if constexpr (!KEEPS) {  // what is new goes through the cache
-      do {
-        bring(tile, blocks, fresh, queries), queries = 0;
-        fresh.advance(tile, blocks);
-      } while (fresh.count > 0);
-      load_first(warp, blocks, tile);
-    }
+    const int own_block = is_inserted(tile) ? tile.position / S::block : -1;  // that of the key and value to insert
     warp.clear();
     bf16* keys = nullptr;
-    if (!KEEPS) keys = block_at(blocks.number(0), page_at(tile, blocks.number(0)));
+    if (!WHOLE) keys = block_at(blocks.number(0), page_at(tile, blocks.number(0)));
 #pragma unroll 1
     for (int j = 0; j < blocks.count; ++j) {
       const bool more = j + 1 < blocks.count;
       bf16* next = nullptr;
       if (more) next = keys_of(blocks, tile, j + 1);
-      if constexpr (KEEPS) {
-#pragma unroll 1
-        for (;;) {
-          const bool mine = fresh.block == j && fresh.count > 0;
-          if (queries > 0 || (mine && !fresh.here)) bring(tile, blocks, fresh, queries), queries = 0, fresh.here = true;
-          if (!mine) break;
-          warp.insert_keys(shared_address(rows + TILE_QUERIES * S::row_stride), fresh.place, fresh.place + fresh.count);
-          warp.insert_values(rows + (TILE_QUERIES + M::NEW) * S::row_stride, fresh.place, fresh.place + fresh.count);
-          fresh.advance(tile, blocks);
-          __syncwarp();  // before others are brought to the same place
+      const int position = blocks.number(j) * S::block;
+      if constexpr (WHOLE) {
+        if (blocks.number(j) == own_block) {
+          warp.insert_key(shared_address(rows + TILE_QUERIES * S::row_stride), tile.position - position);
+          warp.insert_value(rows + (TILE_QUERIES + M::NEW) * S::row_stride, tile.position - position);
         }
       }
       float scores[2 * S::fragments][4] = {};
@@ -294,7 +295,6 @@ class Task {
         warp.score(scores, shared_address(rows), section);
       }
       if (more) warp.load_keys(next, 0);
-      const int position = blocks.number(j) * S::block;
       const bool whole = position >= oldest_of(tile) && position + S::block - 1 <= tile.position + tile.query / S::group;
       uint32_t weights[S::fragments][2];
       warp.join(scores);
@@ -307,8 +307,9 @@ class Task {
         warp.accumulate(weights, section);
       }
       if (more) warp.load_values(next + values_after(blocks.number(j + 1)), 0);
-      if (!KEEPS) keys = next;
+      if (!WHOLE) keys = next;
     }
+    __syncwarp();  // all lanes have read the queries
   }
 
   // First position that all queries of a tile see.
