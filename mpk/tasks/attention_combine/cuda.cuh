@@ -40,26 +40,30 @@ struct Merge {
 
   // The splits `work` (bit s - begin: split s has work) of a row, up to 32 of them.
   __device__ __forceinline__ void gather(Block& b, float* partials, int row, int head, int begin, unsigned work, int lane) {
-    const int part = lane / LANES, quad = lane % LANES;
-    float* mine = partials + partial_offset(row, heads, head / group, splits, begin, group, head % group, head_dim);
-    const int first = __ffs(int(work)) - 1, last = 31 - __clz(int(work));
+    constexpr int STRIDE = group * partial_columns(head_dim);  // from split to split
+    const int part = lane / LANES, quad = lane % LANES, first = __ffs(int(work)) - 1, last = 31 - __clz(int(work));
+    const float* row_begin = partials + partial_offset(row, heads, head / group, splits, begin, group, head % group, head_dim);
 #pragma unroll 1
     for (int from = first; from <= last; from += GROUPS * BATCH) {
-      uint4 v[BATCH][EACH];
+      uint4 v[BATCH][EACH] = {};
       uint2 s[BATCH];
-      const auto has = [&](int j) { return from + j * GROUPS + part <= last && (work >> (from + j * GROUPS + part) & 1u) != 0; };
-      const auto at = [&](int j) { return mine + (from + j * GROUPS + part) * (group * partial_columns(head_dim)); };
+      const float* mine = row_begin + (from + part) * STRIDE;
+      const unsigned own = work >> from >> part;
+      const auto has = [&](int j) { return j * GROUPS < 32 && (own >> (j * GROUPS) & 1u) != 0; };
+      const auto load = [&](bool all) {  // all, or what is missing
 #pragma unroll
-      for (int j = 0; j < BATCH; ++j) {
-        s[j] = uint2{__float_as_uint(minus_infinity()), 0};
-        if (has(j)) s[j] = load_8(at(j) + head_dim);
+        for (int j = 0; j < BATCH; ++j) {
+          load_8_if(has(j) && (all || !complete(s[j])), mine + j * (GROUPS * STRIDE) + head_dim, s[j]);
 #pragma unroll
-        for (int e = 0; e < EACH; ++e) {
-          v[j][e] = uint4{0, 0, 0, 0};
-          if (has(j) && quad + e * LANES < quads) v[j][e] = load_16(at(j) + (quad + e * LANES) * 4);
+          for (int e = 0; e < EACH; ++e)
+            load_16_if(has(j) && quad + e * LANES < quads && (all || !complete(v[j][e])), mine + j * (GROUPS * STRIDE) + (quad + e * LANES) * 4, v[j][e]);
         }
-      }
-      if constexpr (FLAGGED) {  // all that is missing is asked for together
+      };
+#pragma unroll
+      for (auto& statistics : s) statistics = uint2{__float_as_uint(minus_infinity()), 0};
+      load(true);
+      if constexpr (FLAGGED) {
+#pragma unroll 1
         for (uint32_t polls = 0;;) {
           bool whole = true;
 #pragma unroll
@@ -70,13 +74,7 @@ struct Merge {
           }
           if (!__any_sync(ALL_LANES, !whole)) break;
           if (__any_sync(ALL_LANES, !b.may_poll(polls))) break;
-#pragma unroll
-          for (int j = 0; j < BATCH; ++j) {
-            if (!complete(s[j])) s[j] = load_8(at(j) + head_dim);
-#pragma unroll
-            for (int e = 0; e < EACH; ++e)
-              if (!complete(v[j][e])) v[j][e] = load_16(at(j) + (quad + e * LANES) * 4);
-          }
+          load(false);
         }
       }
       float top = max;
@@ -128,7 +126,7 @@ struct Merge {
 #pragma unroll
     for (int e = 0; e < EACH; ++e)
       if (lane + e * LANES < quads && lane < LANES)
-        put_8(out + (lane + e * LANES) * 4, {pack_bf16(sums[e][0] * inverse, sums[e][1] * inverse), pack_bf16(sums[e][2] * inverse, sums[e][3] * inverse)});
+        store_8(out + (lane + e * LANES) * 4, {pack_bf16(sums[e][0] * inverse, sums[e][1] * inverse), pack_bf16(sums[e][2] * inverse, sums[e][3] * inverse)});
   }
 };
 

@@ -27,11 +27,16 @@ struct Shape {
 };
 
 // 8 queries of one segment and the blocks of positions that this split has of it; `query` numbers the segment's rows times the
-// group's heads.
+// group's heads. What shared memory knows of the segment is read there each time, since registers are scarce.
 struct Tile {
-  int slot, row, rows, position;  // of the segment
+  const Segment* segment;
   int query;
   int begin, count;  // blocks; no blocks: no tile
+
+  __device__ __forceinline__ int slot() const { return segment->slot; }
+  __device__ __forceinline__ int row() const { return segment->row_begin; }
+  __device__ __forceinline__ int rows() const { return segment->rows; }
+  __device__ __forceinline__ int position() const { return segment->position; }
 };
 
 // Consecutive values in shared or global memory, in pieces of up to 16 bytes.
@@ -267,7 +272,7 @@ struct Warp {
     }
   }
 
-  // The partial result of query `q` of this lane's two, to a flagged buffer.
+  // The partial result of query `q` of this lane's two, to a flagged buffer. Arithmetic never gives EMPTY: its NaN is another one.
   __device__ __forceinline__ void write_partial(float* to, int q) const {
     constexpr int W = width_of<S::lane_dims>();
     float* own = to + row * S::lane_dims;
@@ -275,13 +280,13 @@ struct Warp {
 #pragma unroll
     for (int j = 0; j < S::lane_dims; j += W) {
       if constexpr (W == 4)
-        put_16(own + j, {bits(j), bits(j + 1), bits(j + 2), bits(j + 3)});
+        store_16(own + j, {bits(j), bits(j + 1), bits(j + 2), bits(j + 3)});
       else if constexpr (W == 2)
-        put_8(own + j, {bits(j), bits(j + 1)});
+        store_8(own + j, {bits(j), bits(j + 1)});
       else
-        put_4(own + j, bits(j));
+        store_4(own + j, bits(j));
     }
-    if (row == 0) put_8(to + S::head_dim, {__float_as_uint(max[q] * LN_2), __float_as_uint(total[q])});
+    if (row == 0) store_8(to + S::head_dim, {__float_as_uint(max[q] * LN_2), __float_as_uint(total[q])});
   }
 
   // The same, finished, if `wanted`. All lanes: a word has two values, which with an odd number of rows a lane may be of two lanes.
@@ -291,7 +296,7 @@ struct Warp {
 #pragma unroll
     for (int j = 0; j < S::lane_dims; ++j) {
       const float next = j + 1 < S::lane_dims ? sum(q, j + 1) * inverse : beyond;
-      if (wanted && (begin + j) % 2 == 0) put_4(to + begin + j, pack_bf16(sum(q, j) * inverse, next));
+      if (wanted && (begin + j) % 2 == 0) store_4(to + begin + j, pack_bf16(sum(q, j) * inverse, next));
     }
   }
 };

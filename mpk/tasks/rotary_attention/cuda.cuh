@@ -35,16 +35,26 @@ class Task {
       : c(c), i(i), b(b), memory{b.scratch}, kv_head(tile / S::splits), split(tile % S::splits) {}
 
   __device__ __forceinline__ void run(bool& waited) {
-    const Shares<V> shares(*b.step, own_lane());
-    const int from = shares.begin(split);
-    count = shares.begin(split + 1) - from, begin = shares.first + from;
-    tiles = count > 0 ? shares.tiles : 0, first_tile = warp_sum_before(tiles, own_lane());
-    total = __shfl_sync(ALL_LANES, first_tile + tiles, 31);
-    if (total == 0) return;
-    int parts = 1;
-    if (__any_sync(ALL_LANES, count > 1))
-      while (2 * parts * total <= M::units) parts *= 2;
-    work(parts, waited);
+#pragma unroll 1
+    for (int t = 0, step = 0;; t += step) {  // what this begins with is computed for every tile again rather than kept
+      const Shares<V> shares(*b.step, own_lane());
+      const int from = shares.begin(split), count = shares.begin(split + 1) - from;  // of this lane's segment
+      const int tiles = count > 0 ? shares.tiles : 0, before = warp_sum_before(tiles, own_lane());
+      const int total = __shfl_sync(ALL_LANES, before + tiles, 31);  // query tiles that the split has
+      int parts = 1;                                                  // warps a tile; more than one: a warp has one tile at most
+      if (__any_sync(ALL_LANES, count > 1))
+        while (2 * parts * total <= M::units) parts *= 2;
+      const int units = M::units / parts;
+      if (step == 0) t = b.warp / parts < units ? b.warp / parts : total, step = units;
+      const unsigned holds = __ballot_sync(ALL_LANES, before <= t && t < before + tiles);
+      if (holds == 0 && parts == 1) break;
+      const int segment = holds != 0 ? __ffs(int(holds)) - 1 : 0, part = b.warp % parts;
+      const Tile own{b.step->segments + segment, (t - __shfl_sync(ALL_LANES, before, segment)) * TILE_QUERIES,
+                     __shfl_sync(ALL_LANES, shares.first + from, segment), holds != 0 ? __shfl_sync(ALL_LANES, count, segment) : 0};
+      work(own, part, parts, waited);
+      if (parts > 1) break;
+    }
+    if (!waited) wait_inputs(b), waited = true;
   }
 
  private:
@@ -53,17 +63,6 @@ class Task {
   Block& b;
   const M memory;
   const int kv_head, split;
-  int begin, count;       // of the segment of this lane: blocks of the split
-  int first_tile, tiles;  // likewise
-  int total;              // query tiles of all segments
-
-  __device__ __forceinline__ Tile tile(int t) const {
-    const unsigned holds = __ballot_sync(ALL_LANES, first_tile <= t && t < first_tile + tiles);
-    const int from = holds != 0 ? __ffs(int(holds)) - 1 : 0;
-    const Segment& s = b.step->segments[from];
-    const int first = __shfl_sync(ALL_LANES, first_tile, from), blocks = __shfl_sync(ALL_LANES, count, from);
-    return {s.slot, s.row_begin, s.rows, s.position, (t - first) * TILE_QUERIES, __shfl_sync(ALL_LANES, begin, from), holds != 0 ? blocks : 0};
-  }
 
   // The blocks of a warp: numbers first, first + stride, ... of their sequence.
   struct Walk {
@@ -82,15 +81,15 @@ class Task {
     int place, count;  // of the group in its block
 
     __device__ __forceinline__ New(const Tile& tile, const Walk& blocks) {
-      const int ahead = tile.position / S::block - blocks.first;
+      const int ahead = tile.position() / S::block - blocks.first;
       begin(tile, blocks, ahead > 0 ? (ahead + blocks.stride - 1) / blocks.stride : 0);
     }
     __device__ __forceinline__ void begin(const Tile& tile, const Walk& blocks, int at) {
-      block = at, place = max(tile.position - blocks.number(at) * S::block, 0);
+      block = at, place = max(tile.position() - blocks.number(at) * S::block, 0);
       count = at < blocks.count ? min(end(tile, blocks) - place, M::NEW) : 0;
     }
     __device__ __forceinline__ int end(const Tile& tile, const Walk& blocks) const {
-      return min(tile.position + tile.rows - blocks.number(block) * S::block, S::block);
+      return min(tile.position() + tile.rows() - blocks.number(block) * S::block, S::block);
     }
     __device__ __forceinline__ void advance(const Tile& tile, const Walk& blocks) {
       place += count, count = min(end(tile, blocks) - place, M::NEW);
@@ -98,27 +97,21 @@ class Task {
     }
   };
 
-  // Tiles unit, unit + units, ... of the step, with `parts` warps a tile; more than one part: one tile at most.
-  __device__ __forceinline__ void work(int parts, bool& waited) {
-    const int units = M::units / parts, unit = b.warp / parts, part = b.warp % parts;
-#pragma unroll 1
-    for (int t = unit < units ? unit : total;; t += units) {
-      const Tile own = tile(t);
-      Walk blocks(own, part, parts);
-      Warp<V> warp;
-      if (blocks.count > 0) {
-        prepare(warp, own, blocks, waited);
-        attend(warp, own, blocks), warp.finish();
-      }
-      if (!waited) wait_inputs(b), waited = true;  // warps without blocks
-      if (parts > 1) {
-        if (blocks.count > 0) warp.leave(memory.sums(b.warp), memory.statistics() + b.warp);
-        b.sync();
-        if (own.count > 0) merge(own, min(own.count, parts), part, parts);
-        break;
-      }
-      if (blocks.count > 0) write(warp, own);
-      if (t + units >= total) break;
+  // One of `parts` warps of a tile.
+  __device__ __forceinline__ void work(const Tile& own, int part, int parts, bool& waited) {
+    Walk blocks(own, part, parts);
+    Warp<V> warp;
+    if (blocks.count > 0) {
+      prepare(warp, own, blocks, waited);
+      attend(warp, own, blocks), warp.finish();
+    }
+    if (!waited) wait_inputs(b), waited = true;  // warps without blocks
+    if (parts > 1) {
+      if (blocks.count > 0) warp.leave(memory.sums(b.warp), memory.statistics() + b.warp);
+      b.sync();
+      if (own.count > 0) merge(own, min(own.count, parts), part, parts);
+    } else if (blocks.count > 0) {
+      write(warp, own);
     }
   }
 
@@ -131,7 +124,7 @@ class Task {
   }
   // Page numbers do not change during a step, and the SM has acquired it: they may come from the L1.
   __device__ __forceinline__ int page_at(const Tile& tile, int number) const {
-    return c.page_table[int64_t(tile.slot) * c.max_pages + number / BLOCKS_A_PAGE];
+    return c.page_table[int64_t(tile.slot()) * c.max_pages + number / BLOCKS_A_PAGE];
   }
   // Keys of block `j` of the warp. Blocks are asked for in ascending order.
   __device__ __forceinline__ bf16* keys_of(Walk& blocks, const Tile& tile, int j) const {
@@ -149,69 +142,65 @@ class Task {
   }
 
   // ---- queries and new keys and values
-  struct Source {
-    Role role;
-    int row, head;  // of qkv
-    int target;     // row of the warp's place in shared memory
-  };
-
-  // Number `n` of: the tile's first `queries` queries, keys of the present group of what is new, its values.
-  __device__ __forceinline__ Source source(const Tile& own, const Walk& blocks, const New& fresh, int queries, int n) const {
-    if (n < queries) {
-      const int query = own.query + n;
-      return {QUERY, own.row + query / S::group, kv_head * S::group + query % S::group, n};
+  // Number `n` of: the tile's first `queries` queries, keys of the present group of what is new, its values. Fills in `q` but for data.
+  __device__ __forceinline__ void identify(Q& q, const Tile& own, const Walk& blocks, const New& fresh, int queries, int n) const {
+    const int query = own.query + (n < queries ? n : 0), k = n - queries, at = k < fresh.count ? k : k - fresh.count;
+    int row = query / S::group, head = kv_head * S::group + query % S::group;  // also of places beyond the last one
+    const Role role = n < queries ? QUERY : k < fresh.count ? KEY : k < 2 * fresh.count ? VALUE : NOTHING;
+    int target = n;
+    if (role == KEY || role == VALUE) {
+      row = blocks.number(fresh.block) * S::block + fresh.place + at - own.position(), head = S::heads + (role == VALUE ? S::kv_heads : 0) + kv_head;
+      target = TILE_QUERIES + (role == VALUE ? M::NEW : 0) + at;
     }
-    const int k = n - queries, at = k < fresh.count ? k : k - fresh.count;
-    const int row = own.row + blocks.number(fresh.block) * S::block + fresh.place + at - own.position;
-    if (k < fresh.count) return {KEY, row, S::heads + kv_head, TILE_QUERIES + at};
-    if (k < 2 * fresh.count) return {VALUE, row, S::heads + S::kv_heads + kv_head, TILE_QUERIES + M::NEW + at};
-    return {NOTHING, own.row, kv_head * S::group, 0};
+    q.what = role | target << 8 | row << 16, q.from = ((own.row() + row) * (S::heads + 2 * S::kv_heads) + head) * S::head_dim + own_lane() % Q::LANES * 4;
   }
 
   // Waits for the heads, turns them, and leaves them in shared memory; keys and values also in the cache.
-  __device__ __forceinline__ void bring(const Tile& own, Walk& blocks, const New& fresh, int queries) const {
+  __device__ __forceinline__ void bring(const Tile& own, const Walk& blocks, const New& fresh, int queries) const {
     const int lane = own_lane(), quad = lane % Q::LANES, passes = (queries + 2 * fresh.count + Q::A_WARP - 1) / Q::A_WARP;
-    const auto* qkv = reinterpret_cast<const unsigned char*>(flagged<bf16>(c, i, 0, b));
-    const float* rope = flagged<float>(c, i, 1, b) + int64_t(own.row) * S::head_dim;
-    const auto from = [&](int pass) {  // bytes
-      const Source s = source(own, blocks, fresh, queries, pass * Q::A_WARP + lane / Q::LANES);
-      return (s.row * ((S::heads + 2 * S::kv_heads) * S::head_dim) + s.head * S::head_dim + 4 * quad) * 2;
-    };
+    const bf16* qkv = flagged<bf16>(c, i, 0, b);
+    const float *rope = flagged<float>(c, i, 1, b) + int64_t(own.row()) * S::head_dim, *params = reinterpret_cast<const float*>(c.params + i.params);
     // One tile appends, or all do, the same values, because they read them there.
-    bf16* keys = fresh.count > 0 && (own.query == 0 || !is_inserted(own)) ? block_at(blocks.number(fresh.block), page_at(own, blocks.number(fresh.block))) : nullptr;
+    const int number = blocks.number(fresh.block);
+    bf16* keys = fresh.count > 0 && (own.query == 0 || !is_inserted(own)) ? block_at(number, page_at(own, number)) : nullptr;
     Turn<V> turn;
-    turn.load_rope(rope, quad), turn.load_norms(reinterpret_cast<const float*>(c.params + i.params), quad);
+    turn.load_rope(rope, quad), turn.ask_for_norms(params);
 #pragma unroll 1
     for (int first = 0; first < passes; first += BATCH) {
       Q heads[BATCH];
 #pragma unroll
       for (int j = 0; j < BATCH; ++j) {
+        identify(heads[j], own, blocks, fresh, queries, (first + j) * Q::A_WARP + lane / Q::LANES);
         heads[j].first = heads[j].second = uint2{0, 0};
-        if (first + j < passes && quad < Q::quads) heads[j].first = load_8(qkv + from(first + j)), heads[j].second = load_8(qkv + from(first + j) + Q::half * 2);
+        const bool wanted = first + j < passes && quad < Q::quads;
+        load_8_if(wanted, qkv + heads[j].from, heads[j].first), load_8_if(wanted, qkv + heads[j].from + Q::half, heads[j].second);
       }
       if constexpr (FLAGGED) {  // all that is missing is asked for together
+#pragma unroll 1
         for (uint32_t polls = 0;;) {
           bool whole = true;
 #pragma unroll
-          for (int j = 0; j < BATCH; ++j) whole = whole && heads[j].whole();
+          for (int j = 0; j < BATCH; ++j) whole = whole && complete(heads[j].first) && complete(heads[j].second);
           if (!__any_sync(ALL_LANES, !whole)) break;
           if (__any_sync(ALL_LANES, !b.may_poll(polls))) break;
 #pragma unroll
-          for (int j = 0; j < BATCH; ++j)
-            if (!heads[j].whole()) heads[j].first = load_8(qkv + from(first + j)), heads[j].second = load_8(qkv + from(first + j) + Q::half * 2);
+          for (int j = 0; j < BATCH; ++j) {
+            load_8_if(!complete(heads[j].first), qkv + heads[j].from, heads[j].first);
+            load_8_if(!complete(heads[j].second), qkv + heads[j].from + Q::half, heads[j].second);
+          }
         }
       }
       if (first == 0) turn.settle_rope(b, rope, quad);
       if (first == 0 && queries > 0) b.arrived();
 #pragma unroll 1
       for (int j = 0; j < BATCH && first + j < passes; ++j) {
-        const Source s = source(own, blocks, fresh, queries, (first + j) * Q::A_WARP + lane / Q::LANES);
-        if (own.rows > 1) {
-          const float* of_row = rope + int64_t(s.row - own.row) * S::head_dim;
+        if (own.rows() > 1) {
+          const float* of_row = rope + int64_t(heads[0].row()) * S::head_dim;
           turn.load_rope(of_row, quad), turn.settle_rope(b, of_row, quad);
         }
-        turn.apply(heads[0], s.role, quad);
-        store(heads[0], s, quad, keys, blocks.number(fresh.block), fresh.place);
+        turn.load_norm(params, heads[0].role(), quad);
+        turn.apply(heads[0], quad);
+        store(heads[0], quad, keys, number, fresh.place);
 #pragma unroll
         for (int k = 0; k + 1 < BATCH; ++k) heads[k] = heads[k + 1];
       }
@@ -225,16 +214,16 @@ class Task {
   }
 
   // `keys`: of the block in the cache that the head is appended to, null if another warp does that. `place`: of the group in the block.
-  __device__ __forceinline__ void store(const Q& q, const Source& s, int quad, bf16* keys, int number, int place) const {
-    if (s.role == NOTHING || quad >= Q::quads) return;
+  __device__ __forceinline__ void store(const Q& q, int quad, bf16* keys, int number, int place) const {
+    if (q.role() == NOTHING || quad >= Q::quads) return;
     const int d = 4 * quad;
     const auto write = [&](bf16* to) { *reinterpret_cast<uint2*>(to + d) = q.first, *reinterpret_cast<uint2*>(to + Q::half + d) = q.second; };
-    write(memory.rows(b.warp) + s.target * S::row_stride);
-    if (keys == nullptr || s.role == QUERY) return;
-    if (s.role == KEY) {
-      write(keys + (place + s.target - TILE_QUERIES) * S::head_dim);
+    write(memory.rows(b.warp) + q.target() * S::row_stride);
+    if (keys == nullptr || q.role() == QUERY) return;
+    if (q.role() == KEY) {
+      write(keys + (place + q.target() - TILE_QUERIES) * S::head_dim);
     } else {
-      bf16* values = keys + values_after(number) + place + s.target - TILE_QUERIES - M::NEW;
+      bf16* values = keys + values_after(number) + place + q.target() - TILE_QUERIES - M::NEW;
       spread(values + d * KV_PAGE_TOKENS, q.first), spread(values + (Q::half + d) * KV_PAGE_TOKENS, q.second);
     }
   }
@@ -249,14 +238,14 @@ class Task {
 
   // ---- attention
   // Whether the step's own key and value go from shared memory into registers, and not through the cache.
-  __device__ __forceinline__ static bool is_inserted(const Tile& tile) { return WHOLE && tile.rows == 1; }
+  __device__ __forceinline__ static bool is_inserted(const Tile& tile) { return WHOLE && tile.rows() == 1; }
 
   // Brings the queries, and the new keys and values of the warp's blocks. Afterwards the first block is on its way.
   __device__ __forceinline__ void prepare(Warp<V>& warp, const Tile& tile, Walk& blocks, bool& waited) const {
     New fresh(tile, blocks);
     const bool early = is_inserted(tile) || fresh.block > 0;
     if (early) load_first(warp, blocks, tile);
-    int queries = min(tile.rows * S::group - tile.query, TILE_QUERIES);
+    int queries = min(tile.rows() * S::group - tile.query, TILE_QUERIES);
     __syncwarp();  // the queries of the tile before have been read
     pad_queries(queries);
     if (!waited) wait_inputs(b), waited = true;
@@ -272,7 +261,7 @@ class Task {
   __device__ __forceinline__ void attend(Warp<V>& warp, const Tile& tile, Walk& blocks) const {
     warp.locate();
     const bf16* rows = memory.rows(b.warp);
-    const int own_block = is_inserted(tile) ? tile.position / S::block : -1;  // that of the key and value to insert
+    const int own_block = is_inserted(tile) ? tile.position() / S::block : -1;  // that of the key and value to insert
     warp.clear();
     bf16* keys = nullptr;
     if (!WHOLE) keys = block_at(blocks.number(0), page_at(tile, blocks.number(0)));
@@ -284,8 +273,8 @@ class Task {
       const int position = blocks.number(j) * S::block;
       if constexpr (WHOLE) {
         if (blocks.number(j) == own_block) {
-          warp.insert_key(shared_address(rows + TILE_QUERIES * S::row_stride), tile.position - position);
-          warp.insert_value(rows + (TILE_QUERIES + M::NEW) * S::row_stride, tile.position - position);
+          warp.insert_key(shared_address(rows + TILE_QUERIES * S::row_stride), tile.position() - position);
+          warp.insert_value(rows + (TILE_QUERIES + M::NEW) * S::row_stride, tile.position() - position);
         }
       }
       float scores[2 * S::fragments][4] = {};
@@ -295,7 +284,7 @@ class Task {
         warp.score(scores, shared_address(rows), section);
       }
       if (more) warp.load_keys(next, 0);
-      const bool whole = position >= oldest_of(tile) && position + S::block - 1 <= tile.position + tile.query / S::group;
+      const bool whole = position >= oldest_of(tile) && position + S::block - 1 <= tile.position() + tile.query / S::group;
       uint32_t weights[S::fragments][2];
       warp.join(scores);
       if (!whole) mask(warp, scores, tile, position);
@@ -303,7 +292,7 @@ class Task {
 #pragma unroll
       for (int section = 0; section < S::sections; ++section) {
         if (section > 0) warp.load_values(keys + values_after(blocks.number(j)), section);
-        if (!whole) warp.cut_values(tile.position + tile.rows - position);
+        if (!whole) warp.cut_values(tile.position() + tile.rows() - position);
         warp.accumulate(weights, section);
       }
       if (more) warp.load_values(next + values_after(blocks.number(j + 1)), 0);
@@ -314,14 +303,14 @@ class Task {
 
   // First position that all queries of a tile see.
   __device__ __forceinline__ static int oldest_of(const Tile& tile) {
-    return S::window > 0 ? max(tile.position + min((tile.query + TILE_QUERIES - 1) / S::group, tile.rows - 1) - S::window + 1, 0) : 0;
+    return S::window > 0 ? max(tile.position() + min((tile.query + TILE_QUERIES - 1) / S::group, tile.rows() - 1) - S::window + 1, 0) : 0;
   }
 
   // Scores of positions that a query does not see become minus infinity.
   __device__ __forceinline__ static void mask(const Warp<V>& warp, float (&scores)[2 * S::fragments][4], const Tile& tile, int position) {
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
-      const int at = tile.position + min((tile.query + warp.pair * 2 + q) / S::group, tile.rows - 1);  // the query's own position
+      const int at = tile.position() + min((tile.query + warp.pair * 2 + q) / S::group, tile.rows() - 1);  // the query's own position
       warp.hide(scores, q, S::window > 0 ? at - S::window + 1 - position : 0, at + 1 - position);
     }
   }
@@ -338,8 +327,8 @@ class Task {
   __device__ __forceinline__ void write(const Warp<V>& warp, const Tile& own) const {
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
-      const int query = own.query + warp.pair * 2 + q, row = own.row + query / S::group, in_group = query % S::group;
-      const bool wanted = query < own.rows * S::group;
+      const int query = own.query + warp.pair * 2 + q, row = own.row() + query / S::group, in_group = query % S::group;
+      const bool wanted = query < own.rows() * S::group;
       if constexpr (S::splits == 1)
         warp.write_result(result_of(row, in_group), q, wanted);
       else if (wanted)
@@ -353,7 +342,7 @@ class Task {
 #pragma unroll 1
     for (int q = part; q < TILE_QUERIES; q += parts) {
       const int query = own.query + q;
-      if (query >= own.rows * S::group) return;
+      if (query >= own.rows() * S::group) return;
       float factor[WARPS], totals[WARPS], top = minus_infinity(), total = 0.0f;
       const float* statistics = memory.statistics() + q * WARPS;
       *reinterpret_cast<float4*>(factor) = *reinterpret_cast<const float4*>(statistics);
@@ -370,7 +359,7 @@ class Task {
         factor[w] = factor[w] == minus_infinity() ? 0.0f : exp2_fast(factor[w] - top);
         if (factor[w] != 0.0f) total += totals[w] * factor[w];
       }
-      const int row = own.row + query / S::group, in_group = query % S::group;
+      const int row = own.row() + query / S::group, in_group = query % S::group;
 #pragma unroll
       for (int begin = 0; begin < S::head_dim; begin += 128) {
         const int d = begin + lane * 4;
@@ -384,11 +373,11 @@ class Task {
         }
         if constexpr (S::splits == 1) {
           const float inverse = 1.0f / total;
-          put_8(result_of(row, in_group) + d, {pack_bf16(sum.x * inverse, sum.y * inverse), pack_bf16(sum.z * inverse, sum.w * inverse)});
+          store_8(result_of(row, in_group) + d, {pack_bf16(sum.x * inverse, sum.y * inverse), pack_bf16(sum.z * inverse, sum.w * inverse)});
         } else {
           float* out = partial_of(row, in_group);
-          put_16(out + d, Turn<V>::as_words(sum));
-          if (d == 0) put_8(out + S::head_dim, {__float_as_uint(top * LN_2), __float_as_uint(total)});
+          store_16(out + d, Turn<V>::as_words(sum));
+          if (d == 0) store_8(out + S::head_dim, {__float_as_uint(top * LN_2), __float_as_uint(total)});
         }
       }
     }

@@ -31,21 +31,30 @@ struct Quad {
   static constexpr int head_dim = int(V::head_dim), half = head_dim / 2, quads = half / 4;
   static constexpr int LANES = quads <= 1 ? 1 : quads <= 2 ? 2 : quads <= 4 ? 4 : quads <= 8 ? 8 : quads <= 16 ? 16 : 32, A_WARP = 32 / LANES;
   uint2 first, second;
+  int from;    // place in qkv, elements
+  int what;    // role, row of the warp's place in shared memory, row of the segment
 
-  __device__ __forceinline__ bool whole() const { return complete(first) && complete(second); }
+  __device__ __forceinline__ Role role() const { return Role(what & 0xff); }
+  __device__ __forceinline__ int target() const { return what >> 8 & 0xff; }
+  __device__ __forceinline__ int row() const { return what >> 16; }
 };
 
-// What a lane needs to turn its quads: the rotation of a row, the head norms' weights.
+// What a lane needs to turn its quads: the rotation of a row, a head norm's weights.
 template <class V>
 struct Turn {
   using Q = Quad<V>;
-  float4 cosine, sine, query_norm[2], key_norm[2];
+  float4 cosine, sine, norm[2];
 
-  __device__ __forceinline__ void load_norms(const float* params, int quad) {
-    if (quad >= Q::quads) quad = 0;
-    const float* keys = params + (V::q_norm ? Q::head_dim : 0);
-    if constexpr (V::q_norm) query_norm[0] = __ldg(at(params + 4 * quad)), query_norm[1] = __ldg(at(params + Q::half + 4 * quad));
-    if constexpr (V::k_norm) key_norm[0] = __ldg(at(keys + 4 * quad)), key_norm[1] = __ldg(at(keys + Q::half + 4 * quad));
+  // Asks for the norms' weights, so that load_norm() finds them in the L1. `params`: q_norm, k_norm.
+  __device__ __forceinline__ static void ask_for_norms(const float* params) {
+    constexpr int LINE = 32, values = (int(V::q_norm) + int(V::k_norm)) * Q::head_dim;
+    if (own_lane() * LINE < values) prefetch(params + own_lane() * LINE);
+  }
+  __device__ __forceinline__ void load_norm(const float* params, Role role, int quad) {
+    if constexpr (V::q_norm || V::k_norm) {
+      const float* from = params + (V::q_norm && role == KEY ? Q::head_dim : 0) + (quad < Q::quads ? 4 * quad : 0);
+      norm[0] = __ldg(at(from)), norm[1] = __ldg(at(from + Q::half));
+    }
   }
   __device__ __forceinline__ static const float4* at(const float* p) { return reinterpret_cast<const float4*>(p); }
   __device__ __forceinline__ static float4 as_floats(uint4 v) {
@@ -65,7 +74,8 @@ struct Turn {
   }
 
   // Norm and rotation of a head as its role wants it. All lanes of the warp.
-  __device__ __forceinline__ void apply(Q& q, Role role, int quad) const {
+  __device__ __forceinline__ void apply(Q& q, int quad) const {
+    const Role role = q.role();
     float a[4] = {low(q.first.x), high(q.first.x), low(q.first.y), high(q.first.y)};
     float b[4] = {low(q.second.x), high(q.second.x), low(q.second.y), high(q.second.y)};
     if constexpr (V::q_norm || V::k_norm) {
@@ -76,9 +86,8 @@ struct Turn {
       for (int step = Q::LANES / 2; step > 0; step /= 2) squares += __shfl_xor_sync(ALL_LANES, squares, step);
       const float scale = rsqrtf(squares / float(Q::head_dim) + float(V::eps));
       if (role == KEY ? V::k_norm : V::q_norm && role == QUERY) {
-        const float4 x = V::k_norm && role == KEY ? key_norm[0] : query_norm[0], y = V::k_norm && role == KEY ? key_norm[1] : query_norm[1];
-        a[0] *= scale * x.x, a[1] *= scale * x.y, a[2] *= scale * x.z, a[3] *= scale * x.w;
-        b[0] *= scale * y.x, b[1] *= scale * y.y, b[2] *= scale * y.z, b[3] *= scale * y.w;
+        a[0] *= scale * norm[0].x, a[1] *= scale * norm[0].y, a[2] *= scale * norm[0].z, a[3] *= scale * norm[0].w;
+        b[0] *= scale * norm[1].x, b[1] *= scale * norm[1].y, b[2] *= scale * norm[1].z, b[3] *= scale * norm[1].w;
       }
     }
     if (role > KEY || quad >= Q::quads) return;
