@@ -10,6 +10,9 @@
 #include "mpk/flagged.cuh"
 #include "mpk/wait.cuh"
 
+#ifndef LAB_MARK
+#define LAB_MARK(n)
+#endif
 namespace mpk::attention_combine {
 
 constexpr bool waits_inside = true;
@@ -133,6 +136,7 @@ struct Merge {
 template <class V>
 __device__ void run(const Context& c, const Instruction& i, Block& b) {
   using M = Merge<V>;
+  LAB_MARK(12);
   const int lane = own_lane(), tiles = i.tile_end - i.tile_begin, work = b.step->rows * tiles;
   float* partials = flagged<float>(c, i, 0, b);
   bf16* out = flagged<bf16>(c, i, 1, b);
@@ -143,6 +147,7 @@ __device__ void run(const Context& c, const Instruction& i, Block& b) {
   for (int n = b.warp; n < work; n += WARPS) {
     const int row = n / tiles, head = i.tile_begin + n % tiles;
     const int segment = __popc(__ballot_sync(ALL_LANES, row_begin <= row)) - 1;
+    LAB_MARK(13);
     M merge;
     merge.clear();
 #pragma unroll 1
@@ -151,8 +156,10 @@ __device__ void run(const Context& c, const Instruction& i, Block& b) {
       if (splits != 0) merge.gather(b, partials, row, head, begin, splits, lane);
     }
     if (n == 0) b.arrived();
+    LAB_MARK(14);
     merge.join();
     merge.store(out + (int64_t(row) * M::heads + head) * M::head_dim, lane);
+    LAB_MARK(15);
     if constexpr (FLAGGED) {
 #pragma unroll 1
       for (int begin = 0; begin < M::splits; begin += 32) {

@@ -43,6 +43,31 @@ struct Tile {
 template <int N>
 constexpr int width_of() { return N % 4 == 0 ? 4 : N % 2 == 0 ? 2 : 1; }
 
+// Places in the cache. A page is KV_PAGE_TOKENS positions of one head: keys, then values, each in blocks of S::block positions. In a block
+// stand 16-byte pieces in the order in which the lanes of a warp load them: keys [fragment][half][32 columns][row of the fragment]
+// [8 columns], values [two rows of V^T of a lane][lane][row of V^T][its positions].
+template <class V>
+struct Page {
+  using S = Shape<V>;
+  static constexpr int BLOCKS = KV_PAGE_TOKENS / S::block, BLOCK_ELEMENTS = S::block * S::head_dim, VALUES = KV_PAGE_TOKENS * S::head_dim;
+  static constexpr int LANE_POSITIONS = 4 * S::fragments;
+  // Pieces of 8 columns in piece `piece` of 32.
+  static constexpr __device__ __forceinline__ int pairs(int piece) { return piece * 32 + 32 <= S::head_dim ? 4 : (S::head_dim - piece * 32) / 8; }
+
+  // Element of column `d`, a multiple of 4, of the key at place `at` of a block; the next 3 follow.
+  __device__ __forceinline__ static int key(int at, int d) {
+    const int row = at / LANE_POSITIONS * 2 + at % 2, fragment = at % LANE_POSITIONS / 4, half = at % 4 / 2, piece = d / 32;
+    return (fragment * 2 + half) * 8 * S::head_dim + piece * 256 + (row * pairs(piece) + d % 32 / 8) * 8 + d % 8;
+  }
+  // The same of a value; any column.
+  __device__ __forceinline__ static int value(int at, int d) {
+    const int row = d / S::lane_dims, j = d % S::lane_dims, lane = row * 4 + at / LANE_POSITIONS, own = at % LANE_POSITIONS;
+    if (S::fragments == 2) return (j * 32 + lane) * 8 + own;
+    if (j / 2 * 2 + 1 < S::lane_dims) return (j / 2 * 32 + lane) * 8 + j % 2 * 4 + own;
+    return j / 2 * 256 + lane * 4 + own;
+  }
+};
+
 template <class V>
 struct Warp {
   using S = Shape<V>;
@@ -71,40 +96,44 @@ struct Warp {
   // Rows of V^T are given to fragments such that a lane's are consecutive: half `half` of tile `tile` is row 2 * tile + half of each lane.
   static constexpr __device__ __forceinline__ bool has_half(int tile, int half) { return 2 * tile + half < S::lane_dims; }
 
-  // One base address a function, all else constants: the places of fragments are linear in their numbers.
+  // A block of keys and a block of values stand in the cache in the order in which lanes hold them (see Page): one base address a
+  // function, all else constants.
   __device__ __forceinline__ void load_keys(const bf16* from, int section) {
-    const bf16* base = from + place(0, 0) * S::head_dim + pair * 8;
+    const int lane = row * 4 + pair;
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; ++f)
 #pragma unroll
       for (int p = 0; p < S::section; ++p)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const int piece = section * S::section + p;
-          keys[f][p][h] = has_piece(piece) ? load_16(base + (f * 4 + h * 2) * S::head_dim + piece * 32) : uint4{0, 0, 0, 0};
+          const int piece = section * S::section + p, pairs = Page<V>::pairs(piece);
+          const bf16* base = from + (pairs == 4 ? lane : row * pairs + pair) * 8;
+          keys[f][p][h] = has_piece(piece) ? load_16(base + (f * 2 + h) * 8 * S::head_dim + piece * 256) : uint4{0, 0, 0, 0};
         }
-  }
-
-  __device__ __forceinline__ static void set(uint32_t (&pairs)[2 * FRAGMENTS], uint4 v) {
-    pairs[0] = v.x, pairs[1] = v.y;
-    if constexpr (FRAGMENTS == 2) pairs[2] = v.z, pairs[3] = v.w;
   }
 
   __device__ __forceinline__ void load_values(const bf16* from, int section) {
-    const bf16* base = from + row * S::lane_dims * KV_PAGE_TOKENS + pair * LANE_POSITIONS;
+    const int lane = row * 4 + pair;
 #pragma unroll
-    for (int t = 0; t < S::tiles; ++t)
+    for (int t = 0; t < S::tiles; ++t) {
+      const int tile = section * S::tiles + t;
+      uint4 v[2] = {};
+      if constexpr (FRAGMENTS == 2) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int tile = section * S::tiles + t;
-        const bf16* piece = base + (tile * 2 + h) * KV_PAGE_TOKENS;
-        if constexpr (FRAGMENTS == 2) {
-          set(values[t][h], has_half(tile, h) ? load_16(piece) : uint4{0, 0, 0, 0});
-        } else {
-          const uint2 v = has_half(tile, h) ? load_8(piece) : uint2{0, 0};
-          values[t][h][0] = v.x, values[t][h][1] = v.y;
+        for (int h = 0; h < 2; ++h)
+          if (has_half(tile, h)) v[h] = load_16(from + (tile * 2 + h) * 256 + lane * 8);
+        values[t][0][0] = v[0].x, values[t][0][1] = v[0].y, values[t][0][2] = v[0].z, values[t][0][3] = v[0].w;
+        values[t][1][0] = v[1].x, values[t][1][1] = v[1].y, values[t][1][2] = v[1].z, values[t][1][3] = v[1].w;
+      } else {
+        if (has_half(tile, 1)) {
+          v[0] = load_16(from + tile * 256 + lane * 8);
+        } else if (has_half(tile, 0)) {
+          const uint2 w = load_8(from + tile * 256 + lane * 4);
+          v[0].x = w.x, v[0].y = w.y;
         }
+        values[t][0][0] = v[0].x, values[t][0][1] = v[0].y, values[t][1][0] = v[0].z, values[t][1][1] = v[0].w;
       }
+    }
   }
 
   // Puts a key in place that is not in the cache yet, at place `at` of the block; it stands in shared memory.
@@ -231,12 +260,15 @@ struct Warp {
   // Values at and beyond `valid` positions of the block become 0: that memory was never written, and 0 times a NaN is a NaN.
   __device__ __forceinline__ void cut_values(int valid) {
     const int own = valid - pair * LANE_POSITIONS;
+    uint32_t kept[2 * FRAGMENTS];
+#pragma unroll
+    for (int j = 0; j < 2 * FRAGMENTS; ++j) kept[j] = (own > 2 * j ? 0xffffu : 0u) | (own > 2 * j + 1 ? 0xffff0000u : 0u);
 #pragma unroll
     for (auto& tile : values)
 #pragma unroll
       for (auto& half : tile)
 #pragma unroll
-        for (int j = 0; j < 2 * FRAGMENTS; ++j) half[j] = own >= 2 * j + 2 ? half[j] : own == 2 * j + 1 ? half[j] & 0xffffu : 0u;
+        for (int j = 0; j < 2 * FRAGMENTS; ++j) half[j] &= kept[j];
   }
 
   // Adds up what the lanes of a query have seen.

@@ -3,7 +3,7 @@
 //
 // Operands, flagged: qkv [rows][(heads + 2 kv_heads) * head_dim] bf16, rope [rows][head_dim] float32, out: [rows][heads * head_dim]
 // bf16, or for splits > 1 partial results, float32 (see attention.cuh). Parameters, as far as the variant has them: q_norm, k_norm
-// [head_dim]. Page of the cache: keys [KV_PAGE_TOKENS][head_dim], then values transposed [head_dim][KV_PAGE_TOKENS], bf16.
+// [head_dim]. Pages of the cache: Page of attend.cuh.
 // Variant: heads, kv_heads, head_dim, window, scale, eps, splits, least, q_norm, k_norm.
 //
 // Work is shared among the warps in units of (tile of 8 queries, part of the blocks of positions): with few queries the parts of a
@@ -16,6 +16,9 @@
 #include "mpk/wait.cuh"
 #include "rotary_attention/head.cuh"
 
+#ifndef LAB_MARK
+#define LAB_MARK(n)
+#endif
 namespace mpk::rotary_attention {
 
 constexpr bool waits_inside = true;
@@ -26,8 +29,8 @@ class Task {
   using S = Shape<V>;
   using M = Memory<V>;
   using Q = Quad<V>;
+  using P = Page<V>;
   static constexpr int BATCH = (TILE_QUERIES + 2 + Q::A_WARP - 1) / Q::A_WARP < 5 ? (TILE_QUERIES + 2 + Q::A_WARP - 1) / Q::A_WARP : 5;  // heads that a lane has in flight
-  static constexpr int BLOCKS_A_PAGE = KV_PAGE_TOKENS / S::block;
   static constexpr bool WHOLE = S::sections == 1;  // all of a block is in registers at a time
 
  public:
@@ -35,6 +38,7 @@ class Task {
       : c(c), i(i), b(b), memory{b.scratch}, kv_head(tile / S::splits), split(tile % S::splits) {}
 
   __device__ __forceinline__ void run(bool& waited) {
+    LAB_MARK(0);
 #pragma unroll 1
     for (int t = 0, step = 0;; t += step) {  // what this begins with is computed for every tile again rather than kept
       const Shares<V> shares(*b.step, own_lane());
@@ -99,32 +103,34 @@ class Task {
 
   // One of `parts` warps of a tile.
   __device__ __forceinline__ void work(const Tile& own, int part, int parts, bool& waited) {
+    LAB_MARK(1);
     Walk blocks(own, part, parts);
     Warp<V> warp;
     if (blocks.count > 0) {
       prepare(warp, own, blocks, waited);
       attend(warp, own, blocks), warp.finish();
+      LAB_MARK(8);
     }
     if (!waited) wait_inputs(b), waited = true;  // warps without blocks
     if (parts > 1) {
       if (blocks.count > 0) warp.leave(memory.sums(b.warp), memory.statistics() + b.warp);
+      LAB_MARK(9);
       b.sync();
+      LAB_MARK(10);
       if (own.count > 0) merge(own, min(own.count, parts), part, parts);
     } else if (blocks.count > 0) {
       write(warp, own);
     }
+    LAB_MARK(11);
   }
 
-  // Keys of block `number` of the sequence, which stands in `page`; its values stand values_after(number) elements behind.
+  // Keys of block `number` of the sequence, which stands in `page`; its values stand P::VALUES elements behind.
   __device__ __forceinline__ bf16* block_at(int number, int page) const {
-    return kv_page<bf16>(c, i.layer, page, kv_head, S::kv_heads, S::head_dim) + number % BLOCKS_A_PAGE * (S::block * S::head_dim);
-  }
-  __device__ __forceinline__ static int values_after(int number) {
-    return KV_PAGE_TOKENS * S::head_dim - number % BLOCKS_A_PAGE * (S::block * (S::head_dim - 1));
+    return kv_page<bf16>(c, i.layer, page, kv_head, S::kv_heads, S::head_dim) + number % P::BLOCKS * P::BLOCK_ELEMENTS;
   }
   // Page numbers do not change during a step, and the SM has acquired it: they may come from the L1.
   __device__ __forceinline__ int page_at(const Tile& tile, int number) const {
-    return c.page_table[int64_t(tile.slot()) * c.max_pages + number / BLOCKS_A_PAGE];
+    return c.page_table[int64_t(tile.slot()) * c.max_pages + number / P::BLOCKS];
   }
   // Keys of block `j` of the warp. Blocks are asked for in ascending order.
   __device__ __forceinline__ bf16* keys_of(Walk& blocks, const Tile& tile, int j) const {
@@ -138,7 +144,7 @@ class Task {
   __device__ __forceinline__ void load_first(Warp<V>& warp, Walk& blocks, const Tile& tile) const {
     warp.locate();
     const bf16* keys = keys_of(blocks, tile, 0);
-    warp.load_keys(keys, 0), warp.load_values(keys + values_after(blocks.number(0)), 0);
+    warp.load_keys(keys, 0), warp.load_values(keys + P::VALUES, 0);
   }
 
   // ---- queries and new keys and values
@@ -190,6 +196,7 @@ class Task {
           }
         }
       }
+      LAB_MARK(3);
       if (first == 0) turn.settle_rope(b, rope, quad);
       if (first == 0 && queries > 0) b.arrived();
 #pragma unroll 1
@@ -200,7 +207,7 @@ class Task {
         }
         turn.load_norm(params, heads[0].role(), quad);
         turn.apply(heads[0], quad);
-        store(heads[0], quad, keys, number, fresh.place);
+        store(heads[0], quad, keys, fresh.place);
 #pragma unroll
         for (int k = 0; k + 1 < BATCH; ++k) heads[k] = heads[k + 1];
       }
@@ -208,23 +215,26 @@ class Task {
     __syncwarp();
   }
 
-  __device__ __forceinline__ static void spread(bf16* to, uint2 v) {
-    constexpr int stride = KV_PAGE_TOKENS;
-    to[0] = bf16{uint16_t(v.x)}, to[stride] = bf16{uint16_t(v.x >> 16)}, to[2 * stride] = bf16{uint16_t(v.y)}, to[3 * stride] = bf16{uint16_t(v.y >> 16)};
+  // `keys`: of the block in the cache that the head is appended to, null if another warp does that. `place`: of the group in the block.
+  __device__ __forceinline__ void store(const Q& q, int quad, bf16* keys, int place) const {
+    if (q.role() == NOTHING || quad >= Q::quads) return;
+    bf16* row = memory.rows(b.warp) + q.target() * S::row_stride + 4 * quad;
+    *reinterpret_cast<uint2*>(row) = q.first, *reinterpret_cast<uint2*>(row + Q::half) = q.second;
+    if (keys != nullptr && q.role() != QUERY) append(q, quad, keys, place + q.target() - TILE_QUERIES - (q.role() == VALUE ? M::NEW : 0));
   }
 
-  // `keys`: of the block in the cache that the head is appended to, null if another warp does that. `place`: of the group in the block.
-  __device__ __forceinline__ void store(const Q& q, int quad, bf16* keys, int number, int place) const {
-    if (q.role() == NOTHING || quad >= Q::quads) return;
+  // A lane's part of a key or value to place `at` of a block of the cache.
+  __device__ __forceinline__ static void append(const Q& q, int quad, bf16* keys, int at) {
     const int d = 4 * quad;
-    const auto write = [&](bf16* to) { *reinterpret_cast<uint2*>(to + d) = q.first, *reinterpret_cast<uint2*>(to + Q::half + d) = q.second; };
-    write(memory.rows(b.warp) + q.target() * S::row_stride);
-    if (keys == nullptr || q.role() == QUERY) return;
     if (q.role() == KEY) {
-      write(keys + (place + q.target() - TILE_QUERIES) * S::head_dim);
+      *reinterpret_cast<uint2*>(keys + P::key(at, d)) = q.first, *reinterpret_cast<uint2*>(keys + P::key(at, Q::half + d)) = q.second;
     } else {
-      bf16* values = keys + values_after(number) + place + q.target() - TILE_QUERIES - M::NEW;
-      spread(values + d * KV_PAGE_TOKENS, q.first), spread(values + (Q::half + d) * KV_PAGE_TOKENS, q.second);
+      bf16* values = keys + P::VALUES;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const uint32_t first = e / 2 == 0 ? q.first.x : q.first.y, second = e / 2 == 0 ? q.second.x : q.second.y;
+        values[P::value(at, d + e)] = bf16{uint16_t(first >> e % 2 * 16)}, values[P::value(at, Q::half + d + e)] = bf16{uint16_t(second >> e % 2 * 16)};
+      }
     }
   }
 
@@ -248,12 +258,14 @@ class Task {
     int queries = min(tile.rows() * S::group - tile.query, TILE_QUERIES);
     __syncwarp();  // the queries of the tile before have been read
     pad_queries(queries);
+    LAB_MARK(2);
     if (!waited) wait_inputs(b), waited = true;
 #pragma unroll 1
     do {
       bring(tile, blocks, fresh, queries), queries = 0;
       fresh.advance(tile, blocks);
     } while (fresh.count > 0);
+    LAB_MARK(4);
     if (!early) load_first(warp, blocks, tile);
   }
 
@@ -283,22 +295,25 @@ class Task {
         if (section > 0) warp.load_keys(keys, section);
         warp.score(scores, shared_address(rows), section);
       }
+      LAB_MARK(5);
       if (more) warp.load_keys(next, 0);
       const bool whole = position >= oldest_of(tile) && position + S::block - 1 <= tile.position() + tile.query / S::group;
       uint32_t weights[S::fragments][2];
       warp.join(scores);
       if (!whole) mask(warp, scores, tile, position);
       warp.soften(scores, weights, float(V::scale) * LOG2_E);
+      LAB_MARK(6);
 #pragma unroll
       for (int section = 0; section < S::sections; ++section) {
-        if (section > 0) warp.load_values(keys + values_after(blocks.number(j)), section);
+        if (section > 0) warp.load_values(keys + P::VALUES, section);
         if (!whole) warp.cut_values(tile.position() + tile.rows() - position);
         warp.accumulate(weights, section);
       }
-      if (more) warp.load_values(next + values_after(blocks.number(j + 1)), 0);
+      if (more) warp.load_values(next + P::VALUES, 0);
       if (!WHOLE) keys = next;
     }
     __syncwarp();  // all lanes have read the queries
+    LAB_MARK(7);
   }
 
   // First position that all queries of a tile see.
