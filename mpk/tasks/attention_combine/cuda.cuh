@@ -133,6 +133,96 @@ struct Merge {
   }
 };
 
+// A step of one row: all warps of the block share a head, each has some of its columns, and lanes beside each other along the partial
+// results, of which there may be many.
+template <class V>
+struct Columns {
+  static constexpr int heads = int(V::heads), head_dim = int(V::head_dim), splits = int(V::splits), group = heads / int(V::kv_heads), quads = head_dim / 4;
+  static constexpr int each = (quads + WARPS - 1) / WARPS;                             // quads of a warp at least
+  static constexpr int LANES = each <= 1 ? 1 : each <= 2 ? 2 : each <= 4 ? 4 : 8, GROUPS = 32 / LANES, BATCH = 8;  // GROUPS: partial results side by side
+
+  static __device__ __forceinline__ void run(Block& b, float* partials, bf16* out, int head) {
+    const OneRow<V> line(*b.step);
+    const int lane = own_lane(), quad = b.warp * LANES + lane % LANES, count = line.count();
+    const bool all = line.used == splits;  // then there may be several rows of them
+    float* of_head = partials + partial_offset(0, heads, head / group, splits, 0, group, head % group, head_dim);
+    const auto at = [&](int f) {
+      return of_head + (all ? f / splits * (heads * splits) + f % splits * group : f * group) * partial_columns(head_dim);
+    };
+    const bool mine = quad < quads;
+    float sums[4] = {}, max = minus_infinity(), total = 0.0f;
+    LAB_MARK(13);
+#pragma unroll 1
+    for (int begin = lane / LANES; begin - lane / LANES < count; begin += GROUPS * BATCH) {
+      uint4 v[BATCH] = {};
+      uint2 s[BATCH];
+      const auto load = [&](bool fresh) {  // all, or what is missing
+#pragma unroll
+        for (int j = 0; j < BATCH; ++j) {
+          const int f = begin + j * GROUPS;
+          const float* from = at(f);
+          load_8_if(mine && f < count && (fresh || !complete(s[j])), from + head_dim, s[j]);
+          load_16_if(mine && f < count && (fresh || !complete(v[j])), from + quad * 4, v[j]);
+        }
+      };
+#pragma unroll
+      for (auto& statistics : s) statistics = uint2{__float_as_uint(minus_infinity()), 0};
+      load(true);
+      if constexpr (FLAGGED) {
+#pragma unroll 1
+        for (uint32_t polls = 0;;) {
+          bool whole = true;
+#pragma unroll
+          for (int j = 0; j < BATCH; ++j) whole = whole && complete(s[j]) && complete(v[j]);
+          if (!__any_sync(ALL_LANES, !whole)) break;
+          if (__any_sync(ALL_LANES, !b.may_poll(polls))) break;
+          load(false);
+        }
+      }
+      float top = max;
+#pragma unroll
+      for (int j = 0; j < BATCH; ++j) top = fmaxf(top, __uint_as_float(s[j].x));
+      const float base = top == minus_infinity() ? 0.0f : top, shrink = exp2_fast((max - base) * LOG2_E);
+#pragma unroll
+      for (float& sum : sums) sum *= shrink;
+      total *= shrink, max = top;
+#pragma unroll
+      for (int j = 0; j < BATCH; ++j) {
+        const float factor = exp2_fast((__uint_as_float(s[j].x) - base) * LOG2_E);
+        total += __uint_as_float(s[j].y) * factor;
+        sums[0] += __uint_as_float(v[j].x) * factor, sums[1] += __uint_as_float(v[j].y) * factor;
+        sums[2] += __uint_as_float(v[j].z) * factor, sums[3] += __uint_as_float(v[j].w) * factor;
+      }
+    }
+    b.arrived();
+    LAB_MARK(14);
+    float top = max;
+#pragma unroll
+    for (int step = LANES; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, step));
+    const float shrink = mine ? exp2_fast((max - top) * LOG2_E) : 0.0f;
+    total *= shrink;
+#pragma unroll
+    for (float& sum : sums) sum *= shrink;
+#pragma unroll
+    for (int step = LANES; step < 32; step *= 2) {
+      total += __shfl_xor_sync(ALL_LANES, total, step);
+#pragma unroll
+      for (float& sum : sums) sum += __shfl_xor_sync(ALL_LANES, sum, step);
+    }
+    const float inverse = 1.0f / total;
+    if (lane < LANES && mine) store_8(out + quad * 4, {pack_bf16(sums[0] * inverse, sums[1] * inverse), pack_bf16(sums[2] * inverse, sums[3] * inverse)});
+    LAB_MARK(15);
+    if constexpr (FLAGGED) {
+      b.sync();  // all warps have read the maxima and totals
+#pragma unroll 1
+      for (int f = lane / LANES; f < count; f += GROUPS) {
+        if (mine) clear_16(at(f) + quad * 4);
+        if (mine && quad == 0) clear_8(at(f) + head_dim);
+      }
+    }
+  }
+};
+
 template <class V>
 __device__ void run(const Context& c, const Instruction& i, Block& b) {
   using M = Merge<V>;
@@ -140,6 +230,21 @@ __device__ void run(const Context& c, const Instruction& i, Block& b) {
   const int lane = own_lane(), tiles = i.tile_end - i.tile_begin, work = b.step->rows * tiles;
   float* partials = flagged<float>(c, i, 0, b);
   bf16* out = flagged<bf16>(c, i, 1, b);
+  bf16* other = other_copy(c, out, b);
+  constexpr int pieces = M::head_dim / 8;
+  const auto clear = [&] {
+    for (int n = b.thread; n < rows_to_clear(b) * tiles * pieces; n += THREADS)
+      clear_16(other + (int64_t(n / (tiles * pieces)) * M::heads + i.tile_begin) * M::head_dim + n % (tiles * pieces) * 8);
+  };
+  if constexpr (OneRow<V>::POSSIBLE) {
+    if (OneRow<V>::is_form_of(c, *b.step)) {
+      wait_inputs(b);
+#pragma unroll 1
+      for (int head = i.tile_begin; head < i.tile_end; ++head) Columns<V>::run(b, partials, out + head * M::head_dim, head);
+      clear();
+      return;
+    }
+  }
   const Shares<V> shares(*b.step, lane);
   const int row_begin = lane < b.step->segment_count ? b.step->segments[lane].row_begin : 0x7fffffff;
   wait_inputs(b);
@@ -168,10 +273,7 @@ __device__ void run(const Context& c, const Instruction& i, Block& b) {
       }
     }
   }
-  bf16* other = other_copy(c, out, b);
-  constexpr int pieces = M::head_dim / 8;
-  for (int n = b.thread; n < rows_to_clear(b) * tiles * pieces; n += THREADS)
-    clear_16(other + (int64_t(n / (tiles * pieces)) * M::heads + i.tile_begin) * M::head_dim + n % (tiles * pieces) * 8);
+  clear();
 }
 
 }  // namespace mpk::attention_combine

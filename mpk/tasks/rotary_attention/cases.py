@@ -36,6 +36,7 @@ CASES = (
     _case(2, 1, 40, window=70, splits=2, norm=True),
     _case(4, 4, 128, window=64, splits=4),
     _case(8, 1, 128, splits=16, norm=True),
+    _case(4, 2, 128, splits=3),
     _case(3, 1, 256, splits=2),
     _case(14, 2, 192, norm=True),
 )

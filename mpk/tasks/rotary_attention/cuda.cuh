@@ -13,12 +13,8 @@
 // those of more rows are read from the cache after they have been appended. Past positions do not depend on the step, so every warp
 // asks for its first block before the queries are there.
 #pragma once
-#include "mpk/wait.cuh"
-#include "rotary_attention/head.cuh"
+#include "rotary_attention/one_row.cuh"
 
-#ifndef LAB_MARK
-#define LAB_MARK(n)
-#endif
 namespace mpk::rotary_attention {
 
 constexpr bool waits_inside = true;
@@ -206,7 +202,7 @@ class Task {
           turn.load_rope(of_row, quad), turn.settle_rope(b, of_row, quad);
         }
         turn.load_norm(params, heads[0].role(), quad);
-        turn.apply(heads[0], quad);
+        turn.apply(heads[0], heads[0].role(), Turn<V>::all_squares(heads[0]));
         store(heads[0], quad, keys, fresh.place);
 #pragma unroll
         for (int k = 0; k + 1 < BATCH; ++k) heads[k] = heads[k + 1];
@@ -220,22 +216,7 @@ class Task {
     if (q.role() == NOTHING || quad >= Q::quads) return;
     bf16* row = memory.rows(b.warp) + q.target() * S::row_stride + 4 * quad;
     *reinterpret_cast<uint2*>(row) = q.first, *reinterpret_cast<uint2*>(row + Q::half) = q.second;
-    if (keys != nullptr && q.role() != QUERY) append(q, quad, keys, place + q.target() - TILE_QUERIES - (q.role() == VALUE ? M::NEW : 0));
-  }
-
-  // A lane's part of a key or value to place `at` of a block of the cache.
-  __device__ __forceinline__ static void append(const Q& q, int quad, bf16* keys, int at) {
-    const int d = 4 * quad;
-    if (q.role() == KEY) {
-      *reinterpret_cast<uint2*>(keys + P::key(at, d)) = q.first, *reinterpret_cast<uint2*>(keys + P::key(at, Q::half + d)) = q.second;
-    } else {
-      bf16* values = keys + P::VALUES;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const uint32_t first = e / 2 == 0 ? q.first.x : q.first.y, second = e / 2 == 0 ? q.second.x : q.second.y;
-        values[P::value(at, d + e)] = bf16{uint16_t(first >> e % 2 * 16)}, values[P::value(at, Q::half + d + e)] = bf16{uint16_t(second >> e % 2 * 16)};
-      }
-    }
+    if (keys != nullptr && q.role() != QUERY) q.append(keys, q.role(), quad, place + q.target() - TILE_QUERIES - (q.role() == VALUE ? M::NEW : 0));
   }
 
   // Queries beyond the tile's last one are multiplied like others, so they must be numbers.
@@ -415,6 +396,12 @@ __device__ void run(const Context& c, const Instruction& i, Block& b) {
 #pragma unroll 1
   for (int tile = i.tile_begin; tile < i.tile_end; ++tile) {
     if (tile > i.tile_begin) b.sync();  // the memory of the tile before
+    if constexpr (OneRow<V>::POSSIBLE) {
+      if (OneRow<V>::is_form_of(c, *b.step)) {
+        OneRowTask<V>(c, i, b, tile).run(waited);
+        continue;
+      }
+    }
     Task<V>(c, i, b, tile).run(waited);
   }
   if (!waited) wait_inputs(b);

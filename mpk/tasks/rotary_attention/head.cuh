@@ -34,6 +34,29 @@ struct Quad {
   int from;    // place in qkv, elements
   int what;    // role, row of the warp's place in shared memory, row of the segment
 
+  // This lane's part of the sum of squares.
+  __device__ __forceinline__ float squares() const {
+    float sum = low(first.x) * low(first.x) + high(first.x) * high(first.x);
+    sum += low(first.y) * low(first.y) + high(first.y) * high(first.y);
+    sum += low(second.x) * low(second.x) + high(second.x) * high(second.x);
+    return sum + (low(second.y) * low(second.y) + high(second.y) * high(second.y));
+  }
+  // A key or value to place `at` of a block of the cache.
+  __device__ __forceinline__ void append(bf16* keys, Role kind, int quad, int at) const {
+    using P = Page<V>;
+    const int d = 4 * quad;
+    if (kind == KEY) {
+      *reinterpret_cast<uint2*>(keys + P::key(at, d)) = first, *reinterpret_cast<uint2*>(keys + P::key(at, half + d)) = second;
+    } else {
+      bf16* values = keys + P::VALUES;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const uint32_t a = e / 2 == 0 ? first.x : first.y, b = e / 2 == 0 ? second.x : second.y;
+        values[P::value(at, d + e)] = bf16{uint16_t(a >> e % 2 * 16)}, values[P::value(at, half + d + e)] = bf16{uint16_t(b >> e % 2 * 16)};
+      }
+    }
+  }
+
   __device__ __forceinline__ Role role() const { return Role(what & 0xff); }
   __device__ __forceinline__ int target() const { return what >> 8 & 0xff; }
   __device__ __forceinline__ int row() const { return what >> 16; }
@@ -73,29 +96,30 @@ struct Turn {
     cosine = as_floats(settled_16(b, rope + 4 * quad, as_words(cosine))), sine = as_floats(settled_16(b, rope + Q::half + 4 * quad, as_words(sine)));
   }
 
-  // Norm and rotation of a head as its role wants it. All lanes of the warp.
-  __device__ __forceinline__ void apply(Q& q, int quad) const {
-    const Role role = q.role();
+  // Norm and rotation of a head as its role wants it; `squares`: of the whole head.
+  __device__ __forceinline__ void apply(Q& q, Role role, float squares) const {
     float a[4] = {low(q.first.x), high(q.first.x), low(q.first.y), high(q.first.y)};
     float b[4] = {low(q.second.x), high(q.second.x), low(q.second.y), high(q.second.y)};
-    if constexpr (V::q_norm || V::k_norm) {
-      float squares = 0.0f;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) squares += a[j] * a[j] + b[j] * b[j];
-#pragma unroll
-      for (int step = Q::LANES / 2; step > 0; step /= 2) squares += __shfl_xor_sync(ALL_LANES, squares, step);
+    if ((V::q_norm && role == QUERY) || (V::k_norm && role == KEY)) {
       const float scale = rsqrtf(squares / float(Q::head_dim) + float(V::eps));
-      if (role == KEY ? V::k_norm : V::q_norm && role == QUERY) {
-        a[0] *= scale * norm[0].x, a[1] *= scale * norm[0].y, a[2] *= scale * norm[0].z, a[3] *= scale * norm[0].w;
-        b[0] *= scale * norm[1].x, b[1] *= scale * norm[1].y, b[2] *= scale * norm[1].z, b[3] *= scale * norm[1].w;
-      }
+      a[0] *= scale * norm[0].x, a[1] *= scale * norm[0].y, a[2] *= scale * norm[0].z, a[3] *= scale * norm[0].w;
+      b[0] *= scale * norm[1].x, b[1] *= scale * norm[1].y, b[2] *= scale * norm[1].z, b[3] *= scale * norm[1].w;
     }
-    if (role > KEY || quad >= Q::quads) return;
+    if (role > KEY) return;
     const float cosines[4] = {cosine.x, cosine.y, cosine.z, cosine.w}, sines[4] = {sine.x, sine.y, sine.z, sine.w};
     float x[4], y[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) x[j] = a[j] * cosines[j] - b[j] * sines[j], y[j] = b[j] * cosines[j] + a[j] * sines[j];
     q.first = {pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3])}, q.second = {pack_bf16(y[0], y[1]), pack_bf16(y[2], y[3])};
+  }
+  // Of the whole head, from what its lanes have. All lanes of the warp.
+  __device__ __forceinline__ static float all_squares(const Q& q) {
+    float sum = V::q_norm || V::k_norm ? q.squares() : 0.0f;
+    if constexpr (V::q_norm || V::k_norm) {
+#pragma unroll
+      for (int step = Q::LANES / 2; step > 0; step /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, step);
+    }
+    return sum;
   }
 };
 

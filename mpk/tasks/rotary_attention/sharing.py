@@ -3,6 +3,8 @@
 The work of a key-value head is a line: segment after segment, each with its blocks of `kv_block` positions times its tiles of
 `TILE_QUERIES` queries. The line is cut into equal shares, one a split, at whole blocks; a short line is cut for fewer splits, so that
 each has `LEAST_BLOCKS` at least. The step's own positions are part of the line: whoever has their block appends them to the cache.
+
+Where the CUDA back end can, a step of one row is shared among single warps instead (`one_row`).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections.abc import Sequence
 
 TILE_QUERIES = 8
 LEAST_BLOCKS = 4
+WARPS = 8  # of a block of the CUDA back end
 STATISTICS = 4  # columns behind the sums of a partial result: maximum, sum of exponentials, and two for alignment
 
 
@@ -33,3 +36,15 @@ def shares(segments: Sequence[tuple[int, int]], group: int, window: int, block: 
         cuts = [min(max(-(-(s * base + min(s, extra) - before) // tiles), 0), count) for s in range(splits + 1)]
         out.append([((first + a) * block, min((first + b) * block, end)) if a < b else (0, 0) for a, b in zip(cuts, cuts[1:], strict=False)])
     return out
+
+
+def has_one_row_form(group: int, head_dim: int, splits: int, max_rows: int) -> bool:
+    """Whether a step of one row has a form of its own (`OneRow` of attention.cuh)."""
+    return splits > 1 and group <= TILE_QUERIES and head_dim <= 128 and max_rows >= WARPS
+
+
+def one_row(position: int, window: int, block: int, splits: int) -> list[tuple[int, int]]:
+    """(row of the buffer, split) of every partial result of a step of one row, in the order in which they are merged."""
+    blocks = position // block + 1 - (max(position - window + 1, 0) // block if window else 0)
+    used = min(blocks, splits)
+    return [(f // used, f % used) for f in range(min(blocks, WARPS * used))]
