@@ -216,7 +216,6 @@ def test_the_product_compiles_within_the_registers_of_its_threads() -> None:
 #include "linear/cuda.cuh"
 struct Variant {{ {constants} }};
 struct Dispatch {{
-  static constexpr int PUBLISHES = -1;
   __device__ __forceinline__ void operator()(const mpk::Context& c, const mpk::Instruction& i, mpk::Block& b) const {{ mpk::linear::run<Variant>(c, i, b); }}
 }};
 extern "C" __global__ void __launch_bounds__(mpk::BLOCK_THREADS, 1) mpk_run(const __grid_constant__ mpk::Arguments a) {{ mpk::run_program(a, Dispatch{{}}); }}

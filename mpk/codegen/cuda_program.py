@@ -53,8 +53,7 @@ class CudaProgramBuilder(ProgramBuilder):
         """The program's CUDA source, for a ring of so many stages."""
         environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
         template = environment.from_string((cuda_source.TARGETS / "cuda" / "program.cu.j2").read_text())
-        publishes = next((i for i, v in enumerate(self.variants) if v.kind == "advance"), -1)
-        return template.render(kinds=sorted({v.kind for v in self.variants}), variants=self.variants, publishes=publishes, stages=stages,
+        return template.render(kinds=sorted({v.kind for v in self.variants}), variants=self.variants, stages=stages,
                                flagged=int(self.graph.flagged_bytes > 0))
 
     def cuda_tables(self) -> CudaTables:
@@ -62,8 +61,9 @@ class CudaProgramBuilder(ProgramBuilder):
         tables = self.tables()
         records = np.zeros(len(tables.instructions), layout.dtype("Record"))
         records["instruction"] = tables.instructions
+        records["instruction"]["signal_count"][tables.instructions["op"] == self.graph.tasks[-1].op] = 0  # the plan's messages are the step event
         for name, table in (("wait", tables.waits), ("signal", tables.signals)):
-            begin, count = tables.instructions[f"{name}_begin"], tables.instructions[f"{name}_count"]
+            begin, count = tables.instructions[f"{name}_begin"], records["instruction"][f"{name}_count"]
             for place in range(layout.INLINE_EVENTS):
                 has = count > place
                 records[f"{name}s"][has, place] = table[begin[has] + place]

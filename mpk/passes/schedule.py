@@ -56,7 +56,9 @@ def run(graph: SMTaskGraph, target: Target, placement: str = "spread") -> SMTask
             worker = int(taken.sum()) % workers
         else:  # Spread the tasks of an operator first: its estimated times are equal only on paper.
             keys = (end, taken) if placement == "spread" else (taken, end)
-            worker = int(np.lexsort((np.arange(workers), load, *keys))[0])
+            # The last task, `advance`, goes to the worker that has been idle longest: it prepares while the others work.
+            least = load if task is not graph.tasks[-1] else free
+            worker = int(np.lexsort((np.arange(workers), least, *keys))[0])
         if task.op not in leaders:
             leaders[task.op] = leader_of(graph.tensor_graph, task.op)
         leader = leaders[task.op]
