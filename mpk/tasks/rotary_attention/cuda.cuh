@@ -101,7 +101,7 @@ class Task {
   __device__ __forceinline__ void work(const Tile& own, int part, int parts, bool& waited) {
     LAB_MARK(1);
     Walk blocks(own, part, parts);
-    Warp<V> warp;
+    Warp<V> warp{};  // on every path: else registers hold what they held, all through the program
     if (blocks.count > 0) {
       prepare(warp, own, blocks, waited);
       attend(warp, own, blocks), warp.finish();

@@ -26,7 +26,7 @@ class OneRowTask {
     int f = b.warp * line.used + split;
     if (split >= line.used || f >= line.blocks) return;
     const bool newest = f == 0;  // the block of the row itself, which is brought and appended here
-    Warp<V> warp;
+    Warp<V> warp{};  // on every path: else registers hold what they held, all through the program
     warp.locate();
     bf16* keys = keys_of(f);
     warp.load_keys(keys, 0), warp.load_values(keys + P::VALUES, 0);
