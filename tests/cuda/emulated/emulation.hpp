@@ -139,10 +139,20 @@ void store(void* p, T value) {
   std::memcpy(p, &value, sizeof value);
 }
 
+// Behind the block's shared memory stands what comes through the ring of weights: slots of 16 KB in the order of their use.
+inline const unsigned char* stages;
+
 template <class T>
 T shared_load(uint32_t place) {
+  if (place >= SHARED_BYTES) return load<T>(stages + (place - SHARED_BYTES));
   if (place + sizeof(T) > SHARED_BYTES) std::fprintf(stderr, "shared memory ends before byte %u\n", place), std::abort();
   return load<T>(shared_memory + place);
+}
+
+template <class T>
+void shared_store(uint32_t place, T value) {
+  if (place + sizeof(T) > SHARED_BYTES) std::fprintf(stderr, "shared memory ends before byte %u\n", place), std::abort();
+  store(shared_memory + place, value);
 }
 
 struct Index {
@@ -196,6 +206,8 @@ inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x != 0 ? __builtin_clz(unsigned(x)) : 32; }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __expf(float x) { return std::exp(x); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline unsigned long long __float2ull_rn(float x) { return static_cast<unsigned long long>(std::llrint(x)); }
 inline void sincospif(float x, float* sine, float* cosine) { *sine = float(std::sin(M_PI * double(x))), *cosine = float(std::cos(M_PI * double(x))); }

@@ -42,6 +42,12 @@ inline uint32_t shared_address(const void* p) { return uint32_t(static_cast<cons
 inline uint4 shared_load_16(uint32_t p) { return emulation::shared_load<uint4>(p); }
 inline uint2 shared_load_8(uint32_t p) { return emulation::shared_load<uint2>(p); }
 
+inline void shared_store_16(uint32_t p, uint4 v) { emulation::shared_store(p, v); }
+inline void copy_16(uint32_t to, const void* from, bool wanted) { emulation::shared_store(to, wanted ? load_16(from) : uint4{}); }
+inline void close_copies() {}
+template <int N>
+inline void await_copies() {}
+
 inline int own_lane() { return emulation::thread % 32; }
 inline float exp2_fast(float x) { return std::exp2(x); }
 

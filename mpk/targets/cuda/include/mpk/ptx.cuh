@@ -129,6 +129,16 @@ __device__ __forceinline__ void shared_store_16(uint32_t p, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+// ---- copies of 16 bytes to shared memory on this thread's behalf, in groups that are waited for in their order
+__device__ __forceinline__ void copy_16(uint32_t to, const void* from, bool wanted) {  // zeros if not; `from` must be an address all the same
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N>
+__device__ __forceinline__ void await_copies() {  // all groups but the last N
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
 // ---- mbarriers and bulk copies
 __device__ __forceinline__ void barrier_init(uint32_t b, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(b), "r"(arrivals) : "memory");
