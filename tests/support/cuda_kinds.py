@@ -19,6 +19,7 @@ from mpk.codegen.program import constant
 from mpk.graph.tensor_graph import Scalar
 from mpk.runtime.cuda_device import Device, device_count
 from mpk.tasks.packing import from_bf16, to_bf16
+from mpk.tasks.rotary_attention.sharing import kv_block
 from tests.support.cuda_emulator import EmulatedDevice, library
 
 SOURCES = Path(__file__).parent.parent / "cuda"
@@ -194,6 +195,23 @@ def put_step(m: Machine, segments: Sequence[tuple[int, int, int]], tokens: np.nd
     m.launch["max_rows"] = max_rows
 
 
+def page_places(head_dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """Elements of keys and of values [token, d] in a page, as `Page` of rotary_attention/attend.cuh has them."""
+    block, fragments, lane_dims = kv_block(head_dim), kv_block(head_dim) // 16, head_dim // 8
+    own = 4 * fragments  # positions of a lane
+    token, d = np.arange(KV_PAGE_TOKENS)[:, None], np.arange(head_dim)[None]
+    at, begin = token % block, token // block * block * head_dim
+    row, fragment, half, piece = at // own * 2 + at % 2, at % own // 4, at % 4 // 2, d // 32
+    pairs = np.minimum(4, (head_dim - piece * 32) // 8)
+    keys = begin + (fragment * 2 + half) * 8 * head_dim + piece * 256 + (row * pairs + d % 32 // 8) * 8 + d % 8
+    j, lane = d % lane_dims, d // lane_dims * 4 + at // own
+    if fragments == 2:
+        values = (j * 32 + lane) * 8 + at % own
+    else:
+        values = np.where(j // 2 * 2 + 1 < lane_dims, (j // 2 * 32 + lane) * 8 + j % 2 * 4 + at % own, j // 2 * 256 + lane * 4 + at % own)
+    return keys, KV_PAGE_TOKENS * head_dim + begin + values
+
+
 class PagedCache:
     """One layer's cache in pages of the CUDA layout, bits uint16; places that were never written hold a NaN."""
 
@@ -201,24 +219,18 @@ class PagedCache:
 
     def __init__(self, slots: int, context: int, kv_heads: int, head_dim: int) -> None:
         per_slot = -(-context // KV_PAGE_TOKENS)
-        self.kv_heads, self.head_dim = kv_heads, head_dim
+        self.kv_heads, self.head_dim, self.places = kv_heads, head_dim, page_places(head_dim)
         self.table = np.random.default_rng(3).permutation(slots * per_slot).astype(np.int32).reshape(slots, per_slot)
-        self.pages = np.full((slots * per_slot, kv_heads, 2, KV_PAGE_TOKENS * head_dim), self.POISON, np.uint16)
-
-    def keys(self, slot: int, page: int) -> np.ndarray:
-        """Bits [kv_heads, KV_PAGE_TOKENS, head_dim] of a sequence's page."""
-        return self.pages[self.table[slot, page], :, 0].reshape(self.kv_heads, KV_PAGE_TOKENS, self.head_dim)
-
-    def values(self, slot: int, page: int) -> np.ndarray:
-        """The same of values, which stand transposed."""
-        return self.pages[self.table[slot, page], :, 1].reshape(self.kv_heads, self.head_dim, KV_PAGE_TOKENS).transpose(0, 2, 1)
+        self.pages = np.full((slots * per_slot, kv_heads, 2 * KV_PAGE_TOKENS * head_dim), self.POISON, np.uint16)
 
     def put(self, slot: int, position: int, token: np.ndarray) -> None:
         """Write a token [2 * kv_heads * head_dim], key heads first."""
         bits = to_bf16(token).reshape(2, self.kv_heads, self.head_dim)
         page, at = divmod(position, KV_PAGE_TOKENS)
-        self.keys(slot, page)[:, at], self.values(slot, page)[:, at] = bits[0], bits[1]
+        for kind in range(2):
+            self.pages[self.table[slot, page]][:, self.places[kind][at]] = bits[kind]
 
     def get(self, slot: int, position: int) -> np.ndarray:
         page, at = divmod(position, KV_PAGE_TOKENS)
-        return from_bf16(np.stack([self.keys(slot, page)[:, at], self.values(slot, page)[:, at]])).reshape(-1)
+        own = self.pages[self.table[slot, page]]
+        return from_bf16(np.stack([own[:, self.places[kind][at]] for kind in range(2)])).reshape(-1)

@@ -14,4 +14,4 @@ def _case(heads: int, kv_heads: int, head_dim: int, splits: int) -> Case:
                 steps=STEPS)
 
 
-CASES = (_case(9, 3, 64, 2), _case(16, 2, 24, 3), _case(2, 1, 40, 2), _case(4, 2, 8, 7))
+CASES = (_case(9, 3, 64, 2), _case(16, 2, 24, 3), _case(2, 1, 40, 2), _case(4, 2, 8, 7), _case(8, 1, 128, 33), _case(3, 1, 256, 40))

@@ -13,16 +13,18 @@ __device__ __forceinline__ int part_of(const Instruction& in) { return in.tile_b
 
 template <class V>
 struct Sink {
-  static_assert(sizeof(TopMemory) <= sizeof(BlockMemory::for_sums), "memory beside the scratch memory, which is full");
+  static constexpr int BYTES = sizeof(TopMemory);
   Top<V> top;
 
-  static __device__ __forceinline__ TopMemory& memory() { return *reinterpret_cast<TopMemory*>(block_memory().for_sums); }
-  __device__ __forceinline__ void begin(const Context& c, const Block& b) { top.begin(c, b, memory()); }
+  static __device__ __forceinline__ TopMemory& at(unsigned char* memory) { return *reinterpret_cast<TopMemory*>(memory); }
+  __device__ __forceinline__ void begin(const Context& c, const Block& b, unsigned char* memory) { top.begin(c, b, at(memory)); }
   template <int N>
-  __device__ __forceinline__ void take(const Block& b, int row, int column, const float (&y)[N]) { top.take(b, memory(), row, column, y); }
+  __device__ __forceinline__ void take(const Block& b, unsigned char* memory, int row, int column, const float (&y)[N]) {
+    top.take(b, at(memory), row, column, y);
+  }
   template <int STRIDE>
-  __device__ __forceinline__ void finish(const Context& c, const Instruction& in, Block& b) {
-    top.template put<STRIDE>(b, memory(), operand<uint4>(c, in, TOPS), part_of<V>(in));
+  __device__ __forceinline__ void finish(const Context& c, const Instruction& in, Block& b, unsigned char* memory) {
+    top.template put<STRIDE>(b, at(memory), operand<uint4>(c, in, TOPS), part_of<V>(in));
   }
 };
 

@@ -16,14 +16,15 @@ namespace mpk::linear {
 
 constexpr bool waits_inside = true;
 
-// Who else wants the outputs: `begin` is called first, `take` with what each thread stores (consecutive columns, always of the same row), and
-// `finish` by all threads at the end. The head has one (head/cuda.cuh).
+// Who else wants the outputs, with BYTES of shared memory: `begin` is called first, `take` with what each thread stores (consecutive columns,
+// always of the same row), and `finish` by all threads at the end. The head has one (head/cuda.cuh).
 struct NoSink {
-  __device__ __forceinline__ void begin(const Context&, const Block&) {}
+  static constexpr int BYTES = 0;
+  __device__ __forceinline__ void begin(const Context&, const Block&, unsigned char*) {}
   template <int N>
-  __device__ __forceinline__ void take(const Block&, int, int, const float (&)[N]) {}
+  __device__ __forceinline__ void take(const Block&, unsigned char*, int, int, const float (&)[N]) {}
   template <int STRIDE>
-  __device__ __forceinline__ void finish(const Context&, const Instruction&, Block&) {}
+  __device__ __forceinline__ void finish(const Context&, const Instruction&, Block&, unsigned char*) {}
 };
 
 // Where the sums of the warps meet. One row: at the end of the scratch memory, two sets of [tile of a round][warp][16 columns] and the sums
@@ -35,13 +36,13 @@ struct Sums {
   static constexpr bool kOneRow = Input::kRows == 1;
   static constexpr int kRound = Input::kBlocks == 2 ? kGroup / 2 : kGroup;  // tiles summed between two barriers
   static constexpr int kRowStride = kOneRow ? 16 : 20;                      // 20: no two of the rows a warp stores share a bank
-  static constexpr int kTileStride = kOneRow ? WARPS * 16 : Input::kRows * kRowStride, kWarpStride = kOneRow ? 16 : SCRATCH_BYTES / WARPS / 4;
+  static constexpr int kTileStride = kOneRow ? WARPS * 16 : Input::kRows * kRowStride, kWarpStride = kOneRow ? 16 : kWarpBytes / 4;
   static constexpr int kSquares = kOneRow ? kRound * kTileStride : kWarpStride - Input::kRows, kSquaresStride = kOneRow ? 1 : kWarpStride;
-  static constexpr int kSetBytes = kOneRow ? (kRound * kTileStride + WARPS) * 4 : SCRATCH_BYTES;
+  static constexpr int kSetBytes = kOneRow ? (kRound * kTileStride + WARPS) * 4 : kInputBytes;
   static_assert(kOneRow || kRound * kTileStride <= kSquares, "sums of a warp");
-  static constexpr bool kFits = !kOneRow || 2 * kSetBytes + Shape<V>::padded * 2 <= SCRATCH_BYTES;
+  static constexpr bool kFits = !kOneRow || 2 * kSetBytes + Shape<V>::padded * 2 <= kInputBytes;
   static __device__ __forceinline__ float* at(const Block& b) {
-    return reinterpret_cast<float*>(b.scratch + (kOneRow ? SCRATCH_BYTES - (1 + (b.round & 1)) * kSetBytes : 0));
+    return reinterpret_cast<float*>(b.scratch + (kOneRow ? kInputBytes - (1 + (b.round & 1)) * kSetBytes : 0));
   }
 };
 
@@ -89,7 +90,6 @@ struct Finish {
   template <class Sink>
   static __device__ __forceinline__ void run(Block& b, const float* sums, const float* bias, void* out, const bf16* residual, int rows, int first,
                                              int tiles, const uint32_t (&old)[kEach], Sink& sink) {
-    static_assert(THREADS / kPairs % Input::kRows == 0, "a thread's outputs are of one row");
 #pragma unroll
     for (int e = 0; e < kEach; ++e) {
       int tile, row, pair;
@@ -117,7 +117,7 @@ struct Finish {
         y.x += low(before), y.y += high(before);
       }
       const float both[2] = {y.x, column + 1 < S::n ? y.y : __int_as_float(0xff800000)};
-      sink.take(b, row, column, both);
+      sink.take(b, b.scratch + kInputBytes, row, column, both);
       if constexpr (S::wide) {
         float* to = static_cast<float*>(out) + place;
         to[0] = y.x;
@@ -211,6 +211,8 @@ __device__ __forceinline__ void product(const Context& c, const Instruction& in,
   using M = Sums<V, Input>;
   using F = Finish<V, Input>;
   constexpr int rounds = kGroup / M::kRound;
+  static_assert(kInputBytes + Sink::BYTES <= SCRATCH_BYTES, "scratch");
+  static_assert(THREADS / F::kPairs % Input::kRows == 0, "a thread's outputs are of one row");
   const float* params = reinterpret_cast<const float*>(c.params + in.params);
   const float* bias = params + (V::norm ? S::k : 0);
   void* out = S::wide ? operand<unsigned char>(c, in, 1) : flagged<unsigned char>(c, in, 1, b);
@@ -218,7 +220,7 @@ __device__ __forceinline__ void product(const Context& c, const Instruction& in,
   const int tiles = in.tile_end - in.tile_begin, groups = (tiles + kGroup - 1) / kGroup;
   int each = tiles, larger = 0;
   if (groups > 1) each = tiles / groups, larger = tiles % groups;
-  sink.begin(c, b);
+  sink.begin(c, b, b.scratch + kInputBytes);
   Input input(b, flagged<const bf16>(c, in, 0, b), rows, params);
   int first = in.tile_begin;
   for (int group = 0; group < groups; ++group) {
@@ -258,7 +260,7 @@ __device__ __forceinline__ void product(const Context& c, const Instruction& in,
     }
     first += count;
   }
-  sink.template finish<Input::kRows>(c, in, b);
+  sink.template finish<Input::kRows>(c, in, b, b.scratch + kInputBytes);
 }
 
 // No row wants this product, but its weights are in the ring.

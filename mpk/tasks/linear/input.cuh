@@ -6,6 +6,8 @@ namespace mpk::linear {
 
 constexpr int kStore = 0, kResidual = 1, kSwiglu = 2;
 constexpr int kTileRows = 16, kGroup = 8;
+// Of the scratch memory, input and sums of warps have this much, and what else wants the outputs the rest.
+constexpr int kInputBytes = SCRATCH_BYTES - 1024, kWarpBytes = kInputBytes / WARPS;
 
 constexpr int round_to(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -107,7 +109,7 @@ struct RowsInput {
   using S = Shape<V>;
   static constexpr int kRows = 8 * BLOCKS, kBlocks = BLOCKS, kPieces = S::parts * BLOCKS;
   static constexpr int kNormBytes = V::norm ? S::parts * 128 : 0, kSlotBytes = kPieces * 512 + kNormBytes;  // of a stage
-  static constexpr int kSquaresBytes = kRows * 4, kRoom = SCRATCH_BYTES / WARPS - kSquaresBytes;  // of a warp
+  static constexpr int kSquaresBytes = kRows * 4, kRoom = kWarpBytes - kSquaresBytes;  // of a warp
   static constexpr int kFit = kRoom / kSlotBytes, kMost = kFit < 6 ? kFit : 6, kSlots = kMost < S::stages ? kMost : S::stages;
   static_assert(kSlots >= 1, "a stage of the input fits");
   const bf16* x;
@@ -125,7 +127,7 @@ struct RowsInput {
       row[j] = r < rows ? (V::gather_logit_rows ? b.step->logit_row[r] : r) * S::k : -1;
       sum[j] = 0;
     }
-    slots = shared_address(b.scratch) + b.warp * (SCRATCH_BYTES / WARPS);
+    slots = shared_address(b.scratch) + b.warp * kWarpBytes;
     b.wait();
   }
   __device__ __forceinline__ int column_of(const Block& b, int stage, int n) const { return (stage * S::parts + n / BLOCKS) * 32 + (b.lane & 3) * 8; }

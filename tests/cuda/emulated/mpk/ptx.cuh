@@ -21,6 +21,13 @@ inline uint4 load_16(const void* p) { return emulation::load<uint4>(p); }
 inline uint2 load_8(const void* p) { return emulation::load<uint2>(p); }
 inline uint32_t load_4(const void* p) { return emulation::load<uint32_t>(p); }
 inline uint16_t load_2(const void* p) { return emulation::load<uint16_t>(p); }
+inline void load_16_if(bool wanted, const void* p, uint4& v) {
+  if (wanted) v = load_16(p);
+}
+inline void load_8_if(bool wanted, const void* p, uint2& v) {
+  if (wanted) v = load_8(p);
+}
+inline void prefetch(const void*) {}
 inline float load_float(const float* p) { return *p; }
 inline int32_t load_int(const int32_t* p) { return *p; }
 inline int64_t load_long(const int64_t* p) { return *p; }

@@ -47,7 +47,6 @@ struct alignas(128) BlockMemory {
   volatile int count, spans_used;          // instructions of this block in a step; spans recorded
   const Record* volatile first;            // of them
   WaitState waits;
-  float for_sums[112];                     // for a task whose scratch memory is full
   volatile int64_t arrived_ns, started_ns; // of the present instruction, if traced
 };
 static_assert(sizeof(BlockMemory) <= 2048, "what the host allows for it");

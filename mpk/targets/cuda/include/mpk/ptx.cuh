@@ -43,6 +43,20 @@ __device__ __forceinline__ uint16_t load_2(const void* p) {
   asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
   return v;
 }
+// The same where `wanted`, else `v` stays; without a branch.
+__device__ __forceinline__ void load_16_if(bool wanted, const void* p, uint4& v) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];}"
+               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+               : "l"(p), "r"(uint32_t(wanted))
+               : "memory");
+}
+__device__ __forceinline__ void load_8_if(bool wanted, const void* p, uint2& v) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];}"
+               : "+r"(v.x), "+r"(v.y)
+               : "l"(p), "r"(uint32_t(wanted))
+               : "memory");
+}
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }  // what is constant
 __device__ __forceinline__ float load_float(const float* p) { return __uint_as_float(load_4(p)); }
 __device__ __forceinline__ int32_t load_int(const int32_t* p) { return int32_t(load_4(p)); }
 __device__ __forceinline__ int64_t load_long(const int64_t* p) {
