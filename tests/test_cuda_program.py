@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,19 +12,22 @@ import pytest
 from mpk import Compiler
 from mpk.codegen import cuda_source, layout, nvrtc
 from mpk.codegen.cuda_program import CudaProgramBuilder
-from mpk.codegen.cuda_weights import stacked_rows, tile_rows
+from mpk.codegen.cuda_weights import fill_rows, fill_tiles
 from mpk.errors import RequestError, TargetError
 from mpk.frontend.source import LoadedModel
 from mpk.graph.order import STEP_EVENT
 from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.models import registry, shapes
 from mpk.models.config import DecoderConfig, RopeScaling
+from mpk.passes import pipeline
 from mpk.passes.memory import lay_out_params
+from mpk.passes.partition import Options
 from mpk.runtime import cuda_device
 from mpk.runtime.cuda_engine import earliest
 from mpk.targets import hardware
 from mpk.tasks.base import kind_of
 from mpk.tasks.matrices import matrix_bytes, matrix_key
+from mpk.tasks.packing import from_bf16, to_bf16
 from mpk.tasks.stages import groups, stage_order, stage_shape
 
 CONFIG = DecoderConfig("LlamaForCausalLM", 300, 72, 136, 2, 9, 3, 8, 1e-5, 128, RopeScaling())
@@ -31,6 +36,13 @@ CONFIG = DecoderConfig("LlamaForCausalLM", 300, 72, 136, 2, 9, 3, 8, 1e-5, 128, 
 def lowered(config: DecoderConfig = CONFIG, workers: int = 5) -> tuple[SMTaskGraph, shapes.RandomWeights]:
     source = shapes.RandomWeights(config, registry.build_graph(config))
     return Compiler("h200", workers=workers).lower_model(LoadedModel(config, source, None, "test")), source
+
+
+def without_flags() -> tuple[SMTaskGraph, shapes.RandomWeights]:
+    """The same model for a machine whose description orders everything by counters."""
+    source = shapes.RandomWeights(CONFIG, registry.build_graph(CONFIG))
+    target = replace(hardware.load("h200"), flagged=False, workers=5)
+    return pipeline.lower(registry.build_graph(CONFIG), target, Options(16, 16, "bf16")), source
 
 
 @pytest.mark.parametrize(("columns", "depth", "count"), [(64, 256, 1), (576, 256, 3), (896, 512, 2), (2560, 512, 5), (4864, 256, 19),
@@ -96,33 +108,68 @@ def test_every_block_loads_what_its_instructions_use() -> None:
 def test_records_hold_their_waits_and_signals() -> None:
     graph, source = lowered()
     lay_out_params(graph, source)
-    tables = CudaProgramBuilder(graph).cuda_tables()
+    builder = CudaProgramBuilder(graph)
+    tables = builder.cuda_tables()
+    assert any(e.carried for e in graph.events) and not any(e.carried for e in without_flags()[0].events)
     for record in tables.records:
         task = graph.tasks[record["instruction"]["task"]]
-        waits = [e for e in task.waits if e != STEP_EVENT]
+        waits = [e for e in builder.counters(task.waits) if e != STEP_EVENT]
+        signals = builder.counters(task.signals)
         assert record["instruction"]["wait_count"] == len(waits)
         assert record["waits"]["event"][: len(waits)].tolist() == waits[: layout.INLINE_EVENTS]
         assert record["waits"]["count"][: len(waits)].tolist() == [graph.events[e].threshold for e in waits][: layout.INLINE_EVENTS]
         begin, count = int(record["instruction"]["wait_begin"]), len(waits)
         assert tables.waits["event"][begin : begin + count].tolist() == waits
-        assert record["signals"]["event"][: len(task.signals)].tolist() == list(task.signals)[: layout.INLINE_EVENTS]
+        assert record["instruction"]["signal_count"] == len(signals)
+        assert record["signals"]["event"][: len(signals)].tolist() == signals[: layout.INLINE_EVENTS]
+
+
+def test_threads_meet_between_instructions_unless_all_that_both_touch_waits_for_itself() -> None:
+    for graph, source in (lowered(), without_flags()):
+        lay_out_params(graph, source)
+        tables = CudaProgramBuilder(graph).cuda_tables()
+        together = {graph.operator(int(r["instruction"]["task"])).name.split(".")[-1] for r in tables.records if not r["apart"]}
+        assert together == ({"gate_up", "down", "qkv"} if graph.flagged_bytes else set())
+
+
+def tile_rows(op: Any, source: Any, begin: int, end: int) -> np.ndarray:
+    """What is sent of tiles [begin, end), widened, from a buffer full of rubbish."""
+    out = np.full(((end - begin) * 16, int(op.attrs["k"])), 0xDEAD, np.uint16)
+    fill_tiles(op, source, begin, end, out)
+    return from_bf16(out)
+
+
+def rounded(values: np.ndarray) -> np.ndarray:
+    return from_bf16(to_bf16(values))
 
 
 def test_tiles_of_gate_and_up_alternate_by_eight_rows() -> None:
     graph, source = lowered()
     op = next(o for o in graph.tensor_graph.operators if o.name == "l0.gate_up")
-    gate, up = (source.read(n) for n in op.weights["weight"])
+    gate, up = (rounded(source.read(n)) for n in op.weights["weight"])
     rows = tile_rows(op, source, 1, 3)
     np.testing.assert_array_equal(rows, np.concatenate([gate[8:16], up[8:16], gate[16:24], up[16:24]]))
     last = tile_rows(op, source, 16, 17)  # 136 columns are 17 tiles of 8
     np.testing.assert_array_equal(last, np.concatenate([gate[128:136], up[128:136]]))
 
 
+def test_a_last_tile_of_gate_and_up_is_filled_with_zeros() -> None:
+    graph, source = lowered()
+    op = next(o for o in graph.tensor_graph.operators if o.name == "l0.gate_up")
+    short = replace(op, attrs={**op.attrs, "n": 133})
+    gate, up = (rounded(source.read(n)) for n in op.weights["weight"])
+    rows = tile_rows(short, source, 15, 17)
+    nothing = np.zeros((3, gate.shape[1]), np.float32)
+    np.testing.assert_array_equal(rows, np.concatenate([gate[120:128], up[120:128], gate[128:133], nothing, up[128:133], nothing]))
+
+
 def test_stacked_matrices_are_read_across_their_borders() -> None:
     graph, source = lowered()
     op = next(o for o in graph.tensor_graph.operators if o.name == "l1.qkv")
-    whole = np.concatenate([source.read(n) for n in op.weights["weight"]])
-    np.testing.assert_array_equal(stacked_rows(source, op.weights["weight"], 70, 100), whole[70:100])
+    whole = np.concatenate([rounded(source.read(n)) for n in op.weights["weight"]])
+    out = np.zeros((30, whole.shape[1]), np.uint16)
+    fill_rows(op, source, 70, 100, out)
+    np.testing.assert_array_equal(from_bf16(out), whole[70:100])
     assert len(tile_rows(op, source, 7, 8)) == 16 and len(whole) == 120
     np.testing.assert_array_equal(tile_rows(op, source, 7, 8)[8:], 0)  # beyond the last row
 
@@ -169,7 +216,6 @@ def test_the_product_compiles_within_the_registers_of_its_threads() -> None:
 #include "linear/cuda.cuh"
 struct Variant {{ {constants} }};
 struct Dispatch {{
-  static constexpr int PUBLISHES = -1;
   __device__ __forceinline__ void operator()(const mpk::Context& c, const mpk::Instruction& i, mpk::Block& b) const {{ mpk::linear::run<Variant>(c, i, b); }}
 }};
 extern "C" __global__ void __launch_bounds__(mpk::BLOCK_THREADS, 1) mpk_run(const __grid_constant__ mpk::Arguments a) {{ mpk::run_program(a, Dispatch{{}}); }}

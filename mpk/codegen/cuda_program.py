@@ -53,8 +53,7 @@ class CudaProgramBuilder(ProgramBuilder):
         """The program's CUDA source, for a ring of so many stages."""
         environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
         template = environment.from_string((cuda_source.TARGETS / "cuda" / "program.cu.j2").read_text())
-        publishes = next((i for i, v in enumerate(self.variants) if v.kind == "advance"), -1)
-        return template.render(kinds=sorted({v.kind for v in self.variants}), variants=self.variants, publishes=publishes, stages=stages,
+        return template.render(kinds=sorted({v.kind for v in self.variants}), variants=self.variants, stages=stages,
                                flagged=int(self.graph.flagged_bytes > 0))
 
     def cuda_tables(self) -> CudaTables:
@@ -74,6 +73,8 @@ class CudaProgramBuilder(ProgramBuilder):
             waits.append(mine)
             inline = min(len(mine), layout.INLINE_EVENTS)
             record["waits"][:inline] = mine[:inline]
+            if instruction["op"] == self.graph.tasks[-1].op:
+                instruction["signal_count"] = 0  # the step event, which `advance` alone signals, is the messages of the plan
             begin, count = int(instruction["signal_begin"]), int(instruction["signal_count"])
             inline = min(count, layout.INLINE_EVENTS)
             record["signals"][:inline] = tables.signals[begin : begin + inline]

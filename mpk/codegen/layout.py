@@ -129,6 +129,7 @@ STRUCTS: dict[str, list[Field]] = {
         ("load_begin", "uint64_t", 1),  # int32 [blocks + 1]
         ("events", "uint64_t", 1),  # counters, COUNTER_STRIDE bytes apart
         ("stop", "uint64_t", 1),  # int32, one of RESULT: not 0, and every block leaves
+        ("messages", "uint64_t", 1),  # [MAX_ROWS] of 16 bytes: the planned step, see step.cuh; zeros before a launch
         ("mirror", "uint64_t", 1),  # int64 [max_batch][max_context] in host memory: token + 1 once it is known; 0: nobody looks
         ("planner", "int32_t", 1),  # the block that runs `advance`; it plans the first step too
         ("stages", "int32_t", 1),

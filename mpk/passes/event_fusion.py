@@ -66,6 +66,7 @@ def _minimal_needs(graph: SMTaskGraph, wanted: dict[int, list[frozenset[int]]], 
         mine = clock[task.id]
         if last_in_queue[task.worker] >= 0:
             np.maximum(mine, clock[last_in_queue[task.worker]], out=mine)
+        unwaited = mine.copy() if graph.operator(task).attrs.get("optional") else None
         # Later producers first: waiting for them often makes the earlier sets superfluous.
         left: list[frozenset[int]] = []
         sets = wanted.get(task.id, [])
@@ -89,6 +90,8 @@ def _minimal_needs(graph: SMTaskGraph, wanted: dict[int, list[frozenset[int]]], 
         if left:
             key = tuple(left)
             needs[task.id] = unions.setdefault(key, frozenset().union(*left) if len(left) > 1 else left[0])
+        if unwaited is not None:  # nobody can know whether it has waited
+            mine[:] = unwaited
         mine[task.worker] = place[task.id] + 1
         last_in_queue[task.worker] = task.id
     return needs

@@ -37,12 +37,14 @@ def run(graph: TensorGraph, target: Target, options: Options) -> SMTaskGraph:
     rotation = 0
     for index, op in enumerate(graph.operators):
         kind = kind_of(op)
-        tiles = kind.tiles(op, graph)
-        count = max(1, min(tiles, target.workers, kind.max_splits(op, graph)))
-        for begin, end in ranges(tiles, count, rotation):
+        tiles, unit = kind.tiles(op, graph), kind.unit(op, graph)
+        units = -(-tiles // unit)
+        count = max(1, min(units, target.workers, kind.max_splits(op, graph)))
+        for first, last in ranges(units, count, rotation):
+            begin, end = first * unit, min(last * unit, tiles)
             out.add_task(op.kind, index, (begin, end), kind.reads(op, graph, begin, end), kind.writes(op, graph, begin, end),
                          kind.cost(op, graph, begin, end, options.dtype))
-        rotation = (rotation + tiles % count) % count if count > 1 else rotation
+        rotation = (rotation + units % count) % count if count > 1 else rotation
     out.notes.append(f"partition: {len(out.tasks)} tasks of {len(graph.operators)} operators for {target.workers} workers")
     return out
 

@@ -42,8 +42,9 @@ def run(graph: SMTaskGraph, target: Target) -> SMTaskGraph:
         end = np.maximum(free, ready) + took
         for producer in _few(sets):
             end[graph.tasks[producer].worker] -= 1e-3 * target.event_latency.value
-        # Spread the tasks of an operator first: its estimated times are equal only on paper.
-        order = np.lexsort((np.arange(workers), load, end, taken))
+        # Spread the tasks of an operator first: its estimated times are equal only on paper. The last task, `advance`, goes to the worker
+        # that has been idle longest: it prepares while the others work.
+        order = np.lexsort((np.arange(workers), load if task is not graph.tasks[-1] else free, end, taken))
         worker = int(order[0])
         task.worker = worker
         queues[worker].append(task.id)

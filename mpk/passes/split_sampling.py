@@ -1,32 +1,44 @@
-"""Share the reading of the logits among all workers: one `sample_part` operator before `sample`.
+"""Make sampling a matter of all workers: the head's tasks leave what is needed of their slices of the logits.
 
 Runs before `partition`, on targets whose workers read too slowly for one of them to go through a vocabulary alone (an SM reads some
-80 bytes a nanosecond, so 600 KB of logits would take 7 us, on the path of every token). Guarantees that `sample` has the parts and
-the penalised logits as further inputs. Declines nothing.
+80 bytes a nanosecond, so 600 KB of logits would take 7 us, on the path of every token). The product that makes the logits becomes a `head`;
+`advance` chooses tokens itself from what that leaves, and `sample` only for sequences that want more (its tasks are `optional`: without such
+a sequence they do not even wait). Guarantees that both have what they read as inputs. Raises `ModelError` where the logits do not come from a product.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from mpk.errors import ModelError
 from mpk.graph.tensor_graph import Operator, TensorGraph, Value
-from mpk.tasks.sample_part.sharing import PART_COLUMNS, slices
+from mpk.tasks.head.sharing import MESSAGE_COLUMNS, PART_COLUMNS, slices
 
 
 def run(graph: TensorGraph, workers: int) -> TensorGraph:
-    """Insert `sample_part` before every `sample`."""
-    values: dict[str, Value] = {}
-    operators: list[Operator] = []
-    for op in graph.operators:
-        if op.kind == "sample":
-            vocab = int(op.attrs["vocab"])
-            parts, size = slices(vocab, workers)
-            logits, step = op.inputs
-            names = (f"{op.name}.parts", f"{op.name}.values")
-            values |= {name: Value(name, columns, "logits", element_bytes=4) for name, columns in zip(names, (parts * PART_COLUMNS, vocab), strict=True)}
-            attrs = {**op.attrs, "parts": parts, "slice": size}
-            operators.append(Operator(f"{op.name}.part", "sample_part", (logits, step), names, {}, attrs, op.layer))
-            operators.append(replace(op, inputs=(logits, step, *names), attrs=attrs))
-        else:
-            operators.append(op)
-    return graph.with_operators(operators, values).check()
+    """Replace the product before `sample` by a `head`, and give `sample` and `advance` its outputs."""
+    sample = next(op for op in graph.operators if op.kind == "sample")
+    logits, step = sample.inputs
+    product = graph.producer(logits)
+    if product is None or product.kind != "linear":
+        raise ModelError(f"operator {sample.name} samples from {logits}", expected="logits that a product makes")
+    vocab, batch, (choice,) = int(sample.attrs["vocab"]), int(sample.attrs["max_batch"]), sample.outputs
+    parts, size = slices(vocab, workers)
+    sliced = {"parts": parts, "slice": size}
+    tops, summaries, penalised = (f"{sample.name}.{name}" for name in ("tops", "parts", "values"))
+    flagged = graph.values[product.inputs[0]].flagged  # messages tell by the number of the step that they have been written
+    values = {tops: Value(tops, parts * MESSAGE_COLUMNS, "logits", element_bytes=4, flagged=flagged),
+              summaries: Value(summaries, parts * PART_COLUMNS, "logits", element_bytes=4),
+              penalised: Value(penalised, vocab, "logits", element_bytes=4),
+              choice: replace(graph.values[choice], columns=batch * MESSAGE_COLUMNS, flagged=flagged)}
+
+    def changed(op: Operator) -> Operator:
+        if op is product:
+            return replace(op, kind="head", outputs=(logits, tops, summaries, penalised), attrs={**op.attrs, **sliced})
+        if op is sample:
+            return replace(op, inputs=(logits, step, summaries, penalised), attrs={**op.attrs, **sliced, "optional": True})
+        if op.kind == "advance":
+            return replace(op, inputs=(*op.inputs, tops, logits), attrs={**op.attrs, **sliced, "vocab": vocab})
+        return op
+
+    return graph.with_operators([changed(op) for op in graph.operators], values).check()

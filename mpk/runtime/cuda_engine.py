@@ -25,6 +25,7 @@ from mpk.tasks.base import WeightSource
 
 THREADS = 384  # BLOCK_THREADS of block.cuh
 RING_OFFSET, SCRATCH_BYTES, MEMORY_BYTES = 1024, 64 << 10, 2048  # shared memory besides the stages: ring.cuh and block.cuh, rounded up
+MESSAGE_BYTES = 16 * 16  # MAX_ROWS messages of step.cuh
 ARGUMENTS = np.dtype([("launch", layout.dtype("Launch")), ("kernel", layout.dtype("Kernel"))], align=True)
 
 
@@ -132,6 +133,7 @@ class CudaExecutor:
         self.memory["arena"].fill(0)
         self.events = device.allocate(len(engine.graph.events) * layout.COUNTER_STRIDE)
         self.stop = device.allocate(8)
+        self.messages = device.allocate(MESSAGE_BYTES)
         self.side_stream = device.stream()
         self.mirror: PinnedArray | None = None
         self.kernel_ms = 0.0
@@ -151,6 +153,9 @@ class CudaExecutor:
         self.events.fill(0)
         if graph.flagged_bytes:
             self.memory["arena"].fill(0xFF, graph.flagged_begin, 2 * graph.flagged_bytes)  # EMPTY of flagged.cuh
+        else:
+            self.memory["arena"].fill(0)  # messages tell by a step's number that they are new
+        self.messages.fill(0)
         self.stop.fill(0)
         self.memory["stall"].fill(0)
         self._outputs = {}
@@ -177,7 +182,7 @@ class CudaExecutor:
         out["launch"] = self.state.launch_at(addresses, 0 if logits is None else logits.shape[1], 0 if spans is None else spans.shape[1],
                                              SCRATCH_BYTES, self.stall_limit_s)
         values = {"records": constants["records"], "loads": constants["loads"], "load_begin": constants["load_begin"], "events": self.events.address,
-                  "stop": self.stop.address, "mirror": self.mirror.address if watched and self.mirror is not None else 0,
+                  "stop": self.stop.address, "messages": self.messages.address, "mirror": self.mirror.address if watched and self.mirror is not None else 0,
                   "planner": program.tables.planner, "stages": plan.stages, "flight_bytes": plan.flight_bytes,
                   "flight_idle_bytes": plan.flight_idle_bytes, "pipelining": int(self.engine.pipelining)}
         for name, value in values.items():

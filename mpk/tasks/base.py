@@ -117,6 +117,10 @@ class TaskKind(ABC):
         """Largest number of tasks worth making of this operator (the number of tiles, unless work cannot be shared)."""
         return self.tiles(op, graph)
 
+    def unit(self, op: Operator, graph: TensorGraph) -> int:
+        """Tiles that stay together: tasks begin at multiples of so many."""
+        return 1
+
     def packed_bytes(self, op: Operator, graph: TensorGraph, dtype: str) -> int:
         """Bytes of the operator's packed matrix, a multiple of 64 (0: it has none)."""
         return 0

@@ -4,12 +4,12 @@
 // What the test passes, in this order; addresses of device memory.
 struct TestLaunch {
   uint64_t weights, params, arena, kv, step, segments, row_token, row_slot, row_position, logit_row, sequences, tokens, page_table;
-  uint64_t free_pages, free_page_count, chosen_logprob, top_logprob, top_token, logits_out, token_ns, cancel;
+  uint64_t free_pages, free_page_count, chosen_logprob, top_logprob, top_token, logits_out, token_ns, cancel, messages;
   int64_t logits_out_positions, flagged_stride;
   uint64_t instructions;  // Instruction [blocks]
   uint64_t times;         // int64 [repeats][blocks] nanoseconds, or 0
   uint64_t arrivals;      // uint64, zeroed: the barrier between repetitions
-  int32_t max_batch, max_rows, max_context, max_pages, num_pages, opcode, repeats, layers, previous_rows;
+  int32_t max_batch, max_rows, max_context, max_pages, num_pages, opcode, repeats, layers, previous_rows, drawn_rows, special_rows;
 };
 
 template <class T>
@@ -26,6 +26,7 @@ __device__ mpk::Context context_of(const TestLaunch& t) {
   c.logits_out = at<float>(t.logits_out), c.logits_out_positions = t.logits_out_positions, c.flagged_stride = t.flagged_stride;
   c.token_ns = at<int64_t>(t.token_ns), c.cancel = at<int32_t>(t.cancel);
   c.max_batch = t.max_batch, c.max_rows = t.max_rows, c.max_context = t.max_context, c.max_pages = t.max_pages, c.num_pages = t.num_pages;
+  c.messages = at<void>(t.messages);
   return c;
 }
 
@@ -43,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(mpk::THREADS, 1) run_kind(const Tes
   b.sm = int(blockIdx.x), b.sms = int(gridDim.x), b.thread = thread, b.warp = thread / 32, b.lane = thread % 32, b.scratch = scratch, b.step = &step;
   __shared__ mpk::Context c;
   __shared__ mpk::Instruction i;
-  if (thread == 0) c = context_of(t), read_step(c, step), step.previous_rows = t.previous_rows;
+  if (thread == 0) c = context_of(t), read_step(c, step), step.previous_rows = t.previous_rows, step.drawn_rows = t.drawn_rows, step.special_rows = t.special_rows;
   for (int r = 0; r < t.repeats; ++r) {
     if (thread == 0) {
       i = at<mpk::Instruction>(t.instructions)[blockIdx.x];

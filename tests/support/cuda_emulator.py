@@ -22,8 +22,11 @@ namespace { TestLaunch the_launch; }
 extern "C" __attribute__((visibility("default"))) int run_blocks(const TestLaunch* launch, int blocks) {
   the_launch = *launch;
   emulation::blocks = blocks, emulation::body = [] { run_kind(the_launch); };
-  for (emulation::block = 0; emulation::block < blocks; ++emulation::block)
+  for (emulation::block = 0; emulation::block < blocks; ++emulation::block) {
+    const auto& instruction = reinterpret_cast<const mpk::Instruction*>(launch->instructions)[emulation::block];
+    emulation::stages = reinterpret_cast<const unsigned char*>(launch->weights) + instruction.weights;
     if (!emulation::run_block()) return 1;
+  }
   return 0;
 }
 """

@@ -26,16 +26,17 @@ SOURCES = Path(__file__).parent.parent / "cuda"
 ARCHITECTURE = "sm_90a"
 THREADS, SCRATCH_BYTES = 256, 64 * 1024  # of block.cuh
 POINTERS = ("weights", "params", "arena", "kv", "step", "segments", "row_token", "row_slot", "row_position", "logit_row", "sequences", "tokens",
-            "page_table", "free_pages", "free_page_count", "chosen_logprob", "top_logprob", "top_token", "logits_out", "token_ns", "cancel")
-SIZES = ("max_batch", "max_rows", "max_context", "max_pages", "num_pages", "opcode", "repeats", "layers", "previous_rows")
+            "page_table", "free_pages", "free_page_count", "chosen_logprob", "top_logprob", "top_token", "logits_out", "token_ns", "cancel", "messages")
+SIZES = ("max_batch", "max_rows", "max_context", "max_pages", "num_pages", "opcode", "repeats", "layers", "previous_rows", "drawn_rows", "special_rows")
 LAUNCH = np.dtype([*((n, "<u8") for n in POINTERS), ("logits_out_positions", "<i8"), ("flagged_stride", "<i8"), ("instructions", "<u8"), ("times", "<u8"),
                    ("arrivals", "<u8"), *((n, "<i4") for n in SIZES)], align=True)
 
 
 def source_of(kind: str, constants: Mapping[str, Scalar]) -> str:
-    """A kernel around one variant of a kind."""
+    """A kernel around one variant of a kind; of `head` only what comes behind the product."""
     lines = " ".join(f"static constexpr {constant(n, v)};" for n, v in constants.items())
-    return (f'#include "{kind}/cuda.cuh"\nstruct V {{ {lines} }};\n'
+    body = (SOURCES / "head.cuh").read_text() if kind == "head" else f'#include "{kind}/cuda.cuh"\n'
+    return (f"{body}struct V {{ {lines} }};\n"
             "__device__ __forceinline__ void run_body(int, const mpk::Context& c, const mpk::Instruction& i, mpk::Block& b) "
             f"{{ mpk::{kind}::run<V>(c, i, b); }}\n{(SOURCES / 'kinds.cuh').read_text()}")
 
@@ -87,7 +88,8 @@ STEP = 1  # number of the step that tests run, so flagged buffers are in their s
 class Machine:
     """Device memory by the names of the context's fields, and buffers in an arena; everything is downloaded by name."""
 
-    def __init__(self, **sizes: int) -> None:
+    def __init__(self, emulated: bool = False, **sizes: int) -> None:
+        self.device = EmulatedDevice() if emulated else device()
         self.launch = np.zeros(1, LAUNCH)
         self.launch["repeats"] = self.launch["layers"] = 1
         for name, value in sizes.items():
@@ -100,7 +102,7 @@ class Machine:
     def put(self, name: str, array: np.ndarray) -> None:
         """Upload `array` as field `name` of the context."""
         self.arrays[name] = array
-        self.memory[name] = device().allocate(array.nbytes + 256)
+        self.memory[name] = self.device.allocate(array.nbytes + 256)
         self.memory[name].upload(array)
         self.launch[name] = self.memory[name].address
 
@@ -141,20 +143,29 @@ class Machine:
     def run(self, kind: str, constants: Mapping[str, Scalar], operands: Sequence[str], ranges: Iterable[tuple[int, int]], repeats: int = 1,
             layers: int = 1) -> np.ndarray:
         """Run tiles ranges[b] on block b; returns nanoseconds [repeats, blocks] of the body on each block."""
-        ranges = list(ranges)
+        return self._launch(_function(kind, tuple(constants.items())), operands, list(ranges), repeats, layers)
+
+    def run_library(self, library: Any, operands: Sequence[str], ranges: Sequence[tuple[int, int]], weights: Sequence[int]) -> None:
+        """Run tiles ranges[b] on block b of an emulated kernel, whose weights begin at byte weights[b]."""
+        self._launch(library, operands, ranges, 1, 1, weights)
+
+    def _launch(self, function: Any, operands: Sequence[str], ranges: Sequence[tuple[int, int]], repeats: int, layers: int,
+                weights: Sequence[int] = ()) -> np.ndarray:
         instructions = np.zeros(len(ranges), layout.dtype("Instruction"))
         instructions["operand"] = -1
         for slot, name in enumerate(operands):
             instructions["operand"][:, slot] = self.offsets.get(name, -1)
+        if weights:
+            instructions["weights"] = weights
         instructions["tile_begin"], instructions["tile_end"] = [r[0] for r in ranges], [r[1] for r in ranges]
-        own = {n: device().allocate(size) for n, size in (("instructions", instructions.nbytes), ("times", 8 * repeats * len(ranges)), ("arrivals", 8))}
+        own = {n: self.device.allocate(size) for n, size in (("instructions", instructions.nbytes), ("times", 8 * repeats * len(ranges)), ("arrivals", 8))}
         own["instructions"].upload(instructions)
         own["arrivals"].fill(0)
         for name, memory in own.items():
             self.launch[name] = memory.address
         self.launch["repeats"], self.launch["layers"] = repeats, layers
-        device().launch(_function(kind, tuple(constants.items())), len(ranges), THREADS, SCRATCH_BYTES, self.launch)
-        device().synchronize()
+        self.device.launch(function, len(ranges), THREADS, SCRATCH_BYTES, self.launch)
+        self.device.synchronize()
         times: np.ndarray = own["times"].download(np.int64, repeats * len(ranges))
         return times.reshape(repeats, len(ranges))
 

@@ -1,6 +1,7 @@
 """Task kind `advance`: appends tokens, ends sequences, manages key-value pages, plans the next step. One tile.
 
-Operator: inputs (choice int32 [1, max_batch], step), output step.
+Operator: inputs (choice int32 [1, max_batch], step), output step. Behind a `head` (GPU targets) there are two more inputs, its tops and its
+logits, and attrs {vocab, parts, slice}: `advance` then chooses the tokens of most sequences itself, see `cuda.cuh`.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from mpk.tasks.base import TaskKind
 
 class Advance(TaskKind):
     name = "advance"
-    operands = ("choice",)
+    operands = ("choice", "tops", "logits")
 
     def tiles(self, op: Operator, graph: TensorGraph) -> int:
         return 1
 
     def buffers(self, op: Operator, graph: TensorGraph) -> dict[str, str]:
-        return {"choice": op.inputs[0]}
+        return {"choice": op.inputs[0], **dict(zip(self.operands[1:], op.inputs[2:], strict=False))}
 
     def reads(self, op: Operator, graph: TensorGraph, begin: int, end: int) -> tuple[Region, ...]:
-        return (Region(op.inputs[0], 0, graph.values[op.inputs[0]].columns),)
+        return tuple(Region(name, 0, graph.values[name].columns) for name in (op.inputs[0], *op.inputs[2:]))
 
     def writes(self, op: Operator, graph: TensorGraph, begin: int, end: int) -> tuple[Region, ...]:
         return (Region(op.outputs[0], 0, graph.values[op.outputs[0]].columns),)
@@ -32,7 +33,7 @@ class Advance(TaskKind):
         return Cost(0, 64, 64)
 
     def variant(self, op: Operator, graph: TensorGraph, dtype: str) -> Mapping[str, Scalar]:
-        return {}
+        return {name: int(op.attrs[name]) for name in ("vocab", "parts", "slice") if name in op.attrs}
 
 
 KIND = Advance()

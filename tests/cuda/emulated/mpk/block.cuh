@@ -10,18 +10,36 @@ constexpr int WARPS = emulation::WARPS, THREADS = emulation::THREADS, BLOCK_THRE
 struct StepView {
   int rows, logit_rows, segment_count, previous_rows;
   int64_t number;
+  unsigned drawn_rows, special_rows;
   int32_t row_token[MAX_ROWS], row_slot[MAX_ROWS], row_position[MAX_ROWS], logit_row[MAX_ROWS];
   Segment segments[MAX_ROWS];
+};
+
+constexpr int STAGE_BYTES = 16 * 1024;
+
+// Every thread takes the block's stages one after the other.
+struct WeightRing {
+  int taken, given;
+  uint32_t take() { return SCRATCH_BYTES + taken++ * STAGE_BYTES; }
+  void give(int, bool before_last) {
+    __syncwarp();
+    if (++given != taken - before_last) std::fprintf(stderr, "stage %d is given back, but %d of %d was read\n", given, taken - before_last, taken), std::abort();
+  }
+  void shut(int) {}
 };
 
 struct Block {
   const StepView* step;
   int sm, sms, thread, warp, lane;
   unsigned char* scratch;
+  WeightRing ring;
+  int round;
   void sync() const { emulation::block_meeting.attend(THREADS); }
   void wait() {}
   void arrived() {}
-  bool may_poll(uint32_t&) const { std::fprintf(stderr, "a flagged word is EMPTY that nobody will write\n"), std::abort(); }
+  bool may_poll(uint32_t&, bool = false) const { std::fprintf(stderr, "data does not come that somebody waits for\n"), std::abort(); }
+  void idle() const {}
+  bool stopping() const { return false; }
 };
 
 }  // namespace mpk

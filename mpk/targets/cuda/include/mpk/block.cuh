@@ -26,12 +26,12 @@ constexpr int SCRATCH_BYTES = 64 * 1024;
 constexpr int MAX_ROWS = 16;  // of a step
 constexpr int CONSUMER_BARRIER = 1;  // id of the named barrier of the consumers; 0 is the whole block's
 
-// What the step computes, copied into shared memory once a step: the original is written by `advance` on some SM, and reading it
-// takes a trip to the L2.
+// What the step computes, in shared memory: made once a step from the messages of `advance` (step.cuh).
 struct StepView {
   int rows, logit_rows, segment_count;
   int previous_rows;  // of the step before, 0 in the first one of a launch
   int64_t number;  // from 1
+  unsigned drawn_rows, special_rows;  // rows of logits: whose token is drawn; that want more than a draw from all tokens (sampling.cuh)
   int32_t row_token[MAX_ROWS], row_slot[MAX_ROWS], row_position[MAX_ROWS], logit_row[MAX_ROWS];
   Segment segments[MAX_ROWS];
 };
@@ -47,6 +47,7 @@ struct alignas(128) BlockMemory {
   volatile int count, spans_used;          // instructions of this block in a step; spans recorded
   const Record* volatile first;            // of them
   WaitState waits;
+  volatile int unfenced;                   // instructions since the last fence that may have written something
   volatile int64_t arrived_ns, started_ns; // of the present instruction, if traced
 };
 static_assert(sizeof(BlockMemory) <= 2048, "what the host allows for it");
@@ -83,23 +84,32 @@ struct Block {
     ring_control().started = sequence;
     if (arguments->launch.spans != 0) block_memory().started_ns = now_ns();
   }
-  // Whether to poll once more for data that has not come; `polls` counts from 0. Any thread.
-  __device__ __forceinline__ bool may_poll(uint32_t& polls) const {
+  // Said by a body that has written nothing. All threads.
+  __device__ __forceinline__ void idle() const {
+    if (arguments != nullptr && thread == 0) block_memory().unfenced = block_memory().unfenced - 1;
+  }
+  // Whether to poll once more for what has not come: data of this step, or the next step's plan. `polls` counts from 0. Any thread.
+  __device__ __forceinline__ bool may_poll(uint32_t& polls, bool next_step = false) const {
     constexpr uint32_t PATIENCE = 1024;  // polls between looks at the clock
     if (arguments == nullptr) return true;
     if (ring_control().stop) return false;
     if (++polls % PATIENCE != 0 || !gives_up(*arguments, block_memory().waits, polls == PATIENCE)) return true;
-    give_up(STALL_DATA);
+    next_step ? give_up(STEP_EVENT, step->number + 1) : give_up(STALL_DATA, step->number);
     return false;
   }
-  // Leaves after this instruction, having waited in vain for `event`: STALL_*. Any thread.
-  __device__ __forceinline__ void give_up(int event) const {
+  // Leaves after this instruction, having waited in vain for `event` (or STALL_*). Any thread.
+  __device__ __forceinline__ void give_up(int event, int64_t in_step) const {
     BlockMemory& m = block_memory();
-    if (leave()) m.waits.stall = Stall{0, m.records[place].instruction.task, event, 0, 0, 0, step->number}, m.waits.gave_up = 1;
-    ring_control().stop = STOP_STALLED;
+    if (leave()) m.waits.stall = Stall{0, m.records[place].instruction.task, event, 0, 0, 0, in_step}, m.waits.gave_up = 1;
   }
-  // Leaves after this instruction; whether this thread is the first one to say so.
-  __device__ __forceinline__ bool leave() const { return atomicCAS(const_cast<int*>(&block_memory().leave_after), 0, sequence) == 0; }
+  // Whether some thread of this block said so; the same in all threads after a barrier.
+  __device__ __forceinline__ bool stopping() const { return arguments != nullptr && block_memory().leave_after != 0; }
+  // Leaves at the next moment at which threads meet after an instruction, and waits for nothing until then; whether this thread is the
+  // first one to say so.
+  __device__ __forceinline__ bool leave() const {
+    ring_control().stop = STOP_STALLED;
+    return atomicCAS(const_cast<int*>(&block_memory().leave_after), 0, sequence) == 0;
+  }
   // Barrier of the 256 consumer threads; orders their accesses to shared memory.
   __device__ __forceinline__ void sync() const { asm volatile("bar.sync %0, %1;" ::"n"(CONSUMER_BARRIER), "n"(THREADS) : "memory"); }
 };

@@ -3,7 +3,7 @@
 // A counter only grows. In step s (from 1) a waiter needs `count * s`, so nothing is ever reset. A producer's threads write, meet at a
 // barrier, then one of them fences and adds; a waiter's first thread reads the counter with acquire order, then all meet at a barrier.
 #pragma once
-#include "mpk/layout.hpp"
+#include "mpk/context.hpp"
 #include "mpk/ptx.cuh"
 
 namespace mpk {
@@ -14,11 +14,6 @@ struct Arguments {
   Launch launch;
   Kernel kernel;
 };
-
-template <class T>
-__device__ __forceinline__ T* address(uint64_t a) {
-  return reinterpret_cast<T*>(a);
-}
 
 __device__ __forceinline__ uint64_t* counter(const Kernel& k, int event) { return address<uint64_t>(k.events + uint64_t(event) * COUNTER_STRIDE); }
 

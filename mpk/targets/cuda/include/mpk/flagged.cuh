@@ -66,18 +66,22 @@ __device__ __forceinline__ uint32_t settled_4(Block& b, const void* p, uint32_t 
   return v;
 }
 
-// Several loads at once: `at(n)` is the address of v[n], or null where nothing is wanted. What is missing is asked for together.
+// Several loads at once: `at(n)` is the address of v[n], where v[n] was loaded (else it is 0). Of what is missing the thread polls one
+// piece until it comes, then asks for all the rest again: polling everything would take as much of the L2 as weights do.
 template <int N, class At>
 __device__ __forceinline__ void settle_16(Block& b, uint4 (&v)[N], At at) {
   if constexpr (FLAGGED) {
     for (uint32_t polls = 0;;) {
-      bool whole = true;
-#pragma unroll
-      for (int n = 0; n < N; ++n) whole = whole && (at(n) == nullptr || complete(v[n]));
-      if (whole || !b.may_poll(polls)) return;
+      int missing = -1;
 #pragma unroll
       for (int n = 0; n < N; ++n)
-        if (at(n) != nullptr && !complete(v[n])) v[n] = load_16(at(n));
+        if (!complete(v[n])) missing = n;
+      if (missing < 0) return;
+      while (!complete(load_16(at(missing))))
+        if (!b.may_poll(polls)) return;
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+        if (!complete(v[n])) v[n] = load_16(at(n));
     }
   }
 }

@@ -1,76 +1,18 @@
 // The persistent kernel: every block walks through its instructions, once a step, until the step says done.
 #pragma once
 #include "mpk/block.cuh"
-#include "mpk/plan.hpp"
+#include "mpk/step.cuh"
 
 namespace mpk {
-
-__device__ __forceinline__ Context make_context(const Launch& l) {
-  Context c{};
-  c.weights = address<const unsigned char>(l.weights);
-  c.params = address<const unsigned char>(l.params);
-  c.arena = address<unsigned char>(l.arena);
-  c.kv = address<unsigned char>(l.kv);
-  c.step = address<Step>(l.step);
-  c.segments = address<Segment>(l.segments);
-  c.row_token = address<int32_t>(l.row_token);
-  c.row_slot = address<int32_t>(l.row_slot);
-  c.row_position = address<int32_t>(l.row_position);
-  c.logit_row = address<int32_t>(l.logit_row);
-  c.sequences = address<Sequence>(l.sequences);
-  c.tokens = address<int32_t>(l.tokens);
-  c.page_table = address<int32_t>(l.page_table);
-  c.free_pages = address<int32_t>(l.free_pages);
-  c.free_page_count = address<int32_t>(l.free_page_count);
-  c.chosen_logprob = address<float>(l.chosen_logprob);
-  c.top_logprob = address<float>(l.top_logprob);
-  c.top_token = address<int32_t>(l.top_token);
-  c.logits_out = address<float>(l.logits_out);
-  c.logits_out_positions = l.logits_out_positions;
-  c.flagged_stride = l.flagged_stride;
-  c.token_ns = address<int64_t>(l.token_ns);
-  c.cancel = address<const int32_t>(l.cancel);
-  c.max_batch = l.max_batch;
-  c.max_rows = l.max_rows;
-  c.max_context = l.max_context;
-  c.max_pages = l.max_pages;
-  c.num_pages = l.num_pages;
-  return c;
-}
 
 // Publishes what all threads of the block wrote before the last barrier.
 __device__ __forceinline__ void signal_all(const Arguments& a, const Record& r) {
   const Instruction& in = r.instruction;
-  if (in.signal_count == 0) return;
-  fence_release();
+  if (block_memory().unfenced != 0) fence_release();
+  block_memory().unfenced = 0;
   for (int s = 0; s < in.signal_count; ++s) {
     const Signal signal = s < INLINE_EVENTS ? r.signals[s] : address<const Signal>(a.launch.signals)[in.signal_begin + s];
     add_relaxed(counter(a.kernel, signal.event), signal.amount);
-  }
-}
-
-// Copies the step that was just planned into shared memory. Every thread loads at most one word, all at the same time.
-__device__ __forceinline__ void read_step(const Context& c, int thread, StepView& out) {
-  constexpr int WORDS = sizeof(Segment) / 4 * MAX_ROWS, AT_SEGMENTS = 4 * MAX_ROWS, AT_STEP = AT_SEGMENTS + WORDS;
-  static_assert(AT_STEP + 4 <= THREADS, "a thread for every word");
-  const int rows = c.max_rows < MAX_ROWS ? c.max_rows : MAX_ROWS;
-  if (thread < AT_SEGMENTS) {
-    const int array = thread / MAX_ROWS, row = thread % MAX_ROWS;
-    const int32_t* from = array == 0 ? c.row_token : array == 1 ? c.row_slot : array == 2 ? c.row_position : c.logit_row;
-    int32_t* to = array == 0 ? out.row_token : array == 1 ? out.row_slot : array == 2 ? out.row_position : out.logit_row;
-    if (row < rows) to[row] = load_int(from + row);
-  } else if (thread < AT_STEP) {
-    const int word = thread - AT_SEGMENTS;
-    if (word < rows * int(sizeof(Segment) / 4)) reinterpret_cast<int32_t*>(out.segments)[word] = load_int(reinterpret_cast<const int32_t*>(c.segments) + word);
-  } else if (thread == AT_STEP) {
-    out.previous_rows = out.rows;
-    out.rows = load_int(&c.step->rows);
-  } else if (thread == AT_STEP + 1) {
-    out.logit_rows = load_int(&c.step->logit_rows);
-  } else if (thread == AT_STEP + 2) {
-    out.segment_count = load_int(&c.step->segments);
-  } else if (thread == AT_STEP + 3) {
-    out.number = load_long(&c.step->number);
   }
 }
 
@@ -83,16 +25,6 @@ __device__ __forceinline__ void trace(const Launch& l, int task, int phase, int6
   m.spans_used = used + 1;
 }
 __device__ __forceinline__ int64_t trace_time(const Launch& l) { return l.spans != 0 ? now_ns() : 0; }
-
-// Shows the host tokens as they come: one word each, so that it needs no fence to be seen whole.
-__device__ __forceinline__ void mirror_tokens(const Context& c, const Kernel& k, int thread) {
-  if (k.mirror == 0 || thread >= c.max_batch) return;
-  const Sequence* s = c.sequences + thread;
-  const int length = load_int(&s->length);
-  if (load_int(&s->active) == 0 || length <= load_int(&s->prompt_length)) return;
-  const int64_t place = int64_t(thread) * c.max_context + length - 1;
-  asm volatile("st.relaxed.sys.global.s64 [%0], %1;" ::"l"(address<int64_t>(k.mirror) + place), "l"(int64_t(load_int(c.tokens + place)) + 1) : "memory");
-}
 
 __device__ __forceinline__ void fetch_record(Record* to, const Record* from, int thread) {
   static_assert(sizeof(Record) % 16 == 0 && sizeof(Record) / 16 <= 32, "one warp fetches a record");
@@ -108,23 +40,25 @@ __device__ __forceinline__ bool leaving(const Block& b) {
   return after != 0 && after <= b.sequence;
 }
 
-// Prepares the next step; false: there is none, or the program stops.
+// Waits for the plan of the next step; false: there is none, or the program stops.
 __device__ __forceinline__ bool begin_step(const Arguments& a, const Context& c, Block& b) {
   BlockMemory& m = block_memory();
-  const int task = m.records[b.place].instruction.task;
-  const int64_t step = b.sequence == 0 ? 1 : m.step.number + 1;
   ++b.sequence;
-  if (b.thread == 0) {
-    m.arrived_ns = trace_time(a.launch);
-    if (!await_event(a, m.waits, STEP_EVENT, step, task, step)) b.leave();
+  b.sync();  // all threads are done with the step before
+  if (leaving(b)) return false;
+  if (b.warp == 0) {
+    if (b.lane == 0) m.arrived_ns = trace_time(a.launch);
+    const int64_t number = m.step.number + 1;
+    const int before = m.step.rows;
+    bool goes_on = true;
+    for (uint32_t polls = 0; goes_on && !read_step(static_cast<const uint4*>(c.messages), number, b.lane, m.step);) goes_on = __all_sync(ALL_LANES, b.lane != 0 || b.may_poll(polls, true));
+    if (b.lane == 0) {
+      m.step.number = number, m.step.previous_rows = before;
+      trace(a.launch, m.records[b.place].instruction.task, 1, m.arrived_ns, trace_time(a.launch));
+    }
   }
   b.sync();
-  if (leaving(b)) return false;
-  const int done = load_int(&c.step->done);  // the same for all threads: nobody plans again before this block has run its tasks
-  read_step(c, b.thread, m.step);
-  b.sync();
-  if (b.thread == 0) trace(a.launch, task, 1, m.arrived_ns, trace_time(a.launch));
-  return done == 0;
+  return !leaving(b) && m.step.rows != 0;
 }
 
 // Where a block's instruction number `i` of a step, or of those after it, stands.
@@ -136,8 +70,9 @@ __device__ __forceinline__ const Record* record_at(const BlockMemory& m, int i) 
 // Notes when a task began; a block whose weights do not come leaves. Thread 0 only.
 __device__ __forceinline__ void begin_task(const Arguments& a, Block& b) {
   BlockMemory& m = block_memory();
+  m.unfenced = m.unfenced + 1;
   if (a.launch.spans != 0) m.arrived_ns = m.started_ns = now_ns();
-  if (ring_control().stop == STOP_STARVED) b.give_up(STALL_WEIGHTS);
+  if (ring_control().stop == STOP_STARVED) b.give_up(STALL_WEIGHTS, m.step.number);
 }
 __device__ __forceinline__ void end_task(const Arguments& a, const Record& record, int64_t ended) {
   BlockMemory& m = block_memory();
@@ -145,29 +80,27 @@ __device__ __forceinline__ void end_task(const Arguments& a, const Record& recor
   trace(a.launch, record.instruction.task, 0, m.started_ns, ended);
 }
 
-// The 256 consumer threads. `Dispatch` is a functor (context, instruction, block) that runs one task; its PUBLISHES is the opcode after
-// which tokens are shown to the host.
+// The 256 consumer threads. `Dispatch` is a functor (context, instruction, block) that runs one task.
 //
+// The program begins with a step 0 of nothing but the planner's last instruction, `advance`, which has nothing to close and plans step 1.
 // Warps meet before an instruction only where its record says so, and after it only if something is to be signalled. Records are
 // fetched two ahead by one warp: the one of the next instruction has come when the present one begins, and every body has all warps
 // meet at least once.
 template <class Dispatch>
 __device__ __forceinline__ void consume(const Arguments& a, Dispatch dispatch) {
   BlockMemory& m = block_memory();
-  const Context c = make_context(a.launch);
+  Context c = make_context(a.launch);
+  c.messages = address<void>(a.kernel.messages), c.mirror = address<int64_t>(a.kernel.mirror);
   Block b = make_block(a);
-  if (b.thread == 0 && b.sm == a.kernel.planner) {
-    plan_step(c);
-    fence_release();
-    add_relaxed(counter(a.kernel, STEP_EVENT), 1);
-  }
-  const bool fetches = b.warp == 1;
-  if (fetches) fetch_record(&m.records[0], record_at(m, 0), b.lane), fetch_record(&m.records[1], record_at(m, 1), b.lane), await_records();
+  const bool plans = b.sm == a.kernel.planner, fetches = b.warp == 1;
+  int i = plans ? m.count - 1 : m.count;
+  b.sequence = plans ? -1 : 0;
+  if (fetches) fetch_record(&m.records[0], record_at(m, i), b.lane), fetch_record(&m.records[1], record_at(m, i + 1), b.lane), await_records();
   b.sync();
   bool left = false;
-  while (!left && begin_step(a, c, b)) {
+  do {
 #pragma unroll 1
-    for (int i = 0; i < m.count; ++i) {
+    for (; i < m.count; ++i) {
       const Record& record = m.records[b.place];
       ++b.sequence;
       if (fetches) await_records(), fetch_record(&m.records[(b.place + 2) % RECORDS], record_at(m, i + 2), b.lane);
@@ -180,12 +113,12 @@ __device__ __forceinline__ void consume(const Arguments& a, Dispatch dispatch) {
         left = leaving(b);
         if (left) break;
         if (b.thread == 0) signal_all(a, record);
-        if (record.instruction.opcode == Dispatch::PUBLISHES) mirror_tokens(c, a.kernel, b.thread);
       }
       if (b.thread == 0 && a.launch.spans != 0) end_task(a, record, ended);
       b.place = (b.place + 1) % RECORDS;
     }
-  }
+    i = 0;
+  } while (!left && begin_step(a, c, b));
   if (b.thread == 0) {
     if (m.waits.gave_up) report(a, m.waits);
     if (a.launch.spans != 0) address<int64_t>(a.launch.span_count)[b.sm] = m.spans_used;
@@ -204,8 +137,9 @@ __device__ __forceinline__ void run_program(const Arguments& a, Dispatch dispatc
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     ring_control().shut = 1, ring_control().stop = 0, ring_control().started = 0;
     const auto* stream_begin = address<const int32_t>(a.launch.stream_begin);
-    block_memory().step.rows = 0;  // of the step before the first one
-    block_memory().leave_after = 0, block_memory().spans_used = 0, block_memory().waits.gave_up = 0, block_memory().waits.stall.reserved = 0;
+    StepView& step = block_memory().step;  // step 0, see `consume`
+    step.number = step.rows = step.logit_rows = step.segment_count = step.previous_rows = 0, step.drawn_rows = step.special_rows = 0;
+    block_memory().leave_after = 0, block_memory().unfenced = 0, block_memory().spans_used = 0, block_memory().waits.gave_up = 0, block_memory().waits.stall.reserved = 0;
     block_memory().count = stream_begin[block + 1] - stream_begin[block];
     block_memory().first = address<const Record>(a.kernel.records) + stream_begin[block];
   }

@@ -74,6 +74,23 @@ __device__ __forceinline__ void store_16(void* p, uint4 v) {
   asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+// ---- messages: 16 bytes that are seen as a whole, since one 128-bit access is one access and not four
+__device__ __forceinline__ uint4 load_message(const void* p) {
+  uint64_t a, b;
+  asm volatile("{.reg .b128 v; ld.relaxed.gpu.global.b128 v, [%2]; mov.b128 {%0,%1}, v;}" : "=l"(a), "=l"(b) : "l"(p) : "memory");
+  return {uint32_t(a), uint32_t(a >> 32), uint32_t(b), uint32_t(b >> 32)};
+}
+__device__ __forceinline__ uint4 load_message_acquire(const void* p) {
+  uint64_t a, b;
+  asm volatile("{.reg .b128 v; ld.acquire.gpu.global.b128 v, [%2]; mov.b128 {%0,%1}, v;}" : "=l"(a), "=l"(b) : "l"(p) : "memory");
+  return {uint32_t(a), uint32_t(a >> 32), uint32_t(b), uint32_t(b >> 32)};
+}
+__device__ __forceinline__ void store_message(void* p, uint4 v) {
+  asm volatile("{.reg .b64 a, b; .reg .b128 v; mov.b64 a, {%1,%2}; mov.b64 b, {%3,%4}; mov.b128 v, {a,b}; st.relaxed.gpu.global.b128 [%0], v;}" ::"l"(p),
+               "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
 // ---- events
 __device__ __forceinline__ uint64_t load_acquire(const uint64_t* p) {
   uint64_t v;
@@ -95,6 +112,9 @@ __device__ __forceinline__ void store_release(int32_t* p, int32_t v) {
 // To and from the host while the kernel runs (pinned host memory).
 __device__ __forceinline__ void store_release_system(int32_t* p, int32_t v) {
   asm volatile("st.release.sys.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+__device__ __forceinline__ void store_system(int64_t* p, int64_t v) {
+  asm volatile("st.relaxed.sys.global.s64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 __device__ __forceinline__ int32_t load_system(const int32_t* p) {
   int32_t v;
@@ -121,6 +141,16 @@ __device__ __forceinline__ uint2 shared_load_8(uint32_t p) {
 }
 __device__ __forceinline__ void shared_store_16(uint32_t p, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+// ---- copies of 16 bytes to shared memory on this thread's behalf, in groups that are waited for in their order
+__device__ __forceinline__ void copy_16(uint32_t to, const void* from, bool wanted) {  // zeros if not; `from` must be an address all the same
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N>
+__device__ __forceinline__ void await_copies() {  // all groups but the last N
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
 // ---- mbarriers and bulk copies
@@ -150,7 +180,7 @@ __device__ __forceinline__ void bulk_load(uint32_t to, const void* from, uint32_
 
 // ---- tensor cores: d[16 x 8] += a[16 x 16] * b[16 x 8], bf16 in, float32 out
 __device__ __forceinline__ void mma(float (&d)[4], uint4 a, uint32_t b0, uint32_t b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }

@@ -41,22 +41,25 @@ constexpr int STOP_DONE = 1, STOP_STARVED = 2, STOP_STALLED = 3;
 // wrong: the warp goes on, so that all threads reach the next barrier, where the block leaves.
 constexpr uint32_t STARVED_TRIES = 1u << 27;
 
-// The consumer's view: every thread keeps its own copy of the position.
+// The consumer's view: every thread keeps its own copy of the position. A warp may hold two stages, the one it reads and the next.
 struct WeightRing {
-  int stage;
+  int stage;        // to be taken next
   uint32_t parity;
 
   // Shared address of the next stage, once it is there.
-  __device__ __forceinline__ uint32_t wait() const {
+  __device__ __forceinline__ uint32_t take() {
     for (uint32_t i = 0; !barrier_try(full_barrier(stage), parity) && !ring_control().stop;)
       if (++i == STARVED_TRIES) ring_control().stop = STOP_STARVED;
-    return stage_slot(stage);
-  }
-  // The warp has read the stage; all its lanes call this.
-  __device__ __forceinline__ void release(int lane) {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(empty_barrier(stage));
+    const uint32_t slot = stage_slot(stage);
     if (++stage == STAGES) stage = 0, parity ^= 1;
+    return slot;
+  }
+  // The warp has read the stage that it took last, or the one taken before that; all its lanes call this.
+  __device__ __forceinline__ void give(int lane, bool before_last) const {
+    __syncwarp();
+    int read = stage - (before_last ? 2 : 1);
+    if (read < 0) read += STAGES;
+    if (lane == 0) barrier_arrive(empty_barrier(read));
   }
   __device__ __forceinline__ void shut(int value) const { ring_control().shut = value; }
 };
