@@ -2,7 +2,8 @@
 //
 // Operands: input [rows][k] bf16, output [rows][n] bf16 (float32 for gathered logits), residual [rows][n] bf16, what is added to the
 // product if V::epilogue says so (it may be the output itself); all but float32 ones are flagged. Parameters: norm [k] if V::norm, then bias
-// if V::bias (padded to whole panels; swiglu: gate, then up). Variant: n, k, eps, norm, bias, epilogue, gather_logit_rows.
+// if V::bias (padded to whole panels; swiglu: gate, then up). If iargs[0] is set, the input is instead the rows of the step's tokens in the
+// matrix of embeddings, to which `weights` then points (a word of it must not be EMPTY, which is a pair of NaNs). Variant: n, k, eps, norm, bias, epilogue, gather_logit_rows.
 //
 // Weights are the A operand of mma.m16n8k16, activations B. Each of the 8 warps owns a contiguous eighth of the columns; sums over
 // warps are taken in a fixed order, once a group of up to 8 tiles. Weights stand in fragment order, with columns permuted inside each 32
@@ -204,7 +205,8 @@ __device__ __forceinline__ void product(const Context& c, const Instruction& in,
   int each = tiles, larger = 0;
   if (groups > 1) each = tiles / groups, larger = tiles % groups;
   sink.begin(c, b, b.scratch + kInputBytes);
-  Input input(b, flagged<const bf16>(c, in, 0, b), rows, params);
+  const bool embeds = in.iargs[0] != 0;
+  Input input(b, embeds ? reinterpret_cast<const bf16*>(c.weights + in.weights) : flagged<const bf16>(c, in, 0, b), embeds, rows, params);
   int first = in.tile_begin;
   for (int group = 0; group < groups; ++group) {
     const int count = each + (group < larger);

@@ -23,6 +23,7 @@ class OneRowTask {
 
   __device__ __forceinline__ void run(bool& waited) {
     LAB_MARK(0);
+    __syncwarp();  // the memory of the tile before
     int f = b.warp * line.used + split;
     if (split >= line.used || f >= line.blocks) return;
     const bool newest = f == 0;  // the block of the row itself, which is brought and appended here

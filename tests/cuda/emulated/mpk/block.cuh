@@ -33,9 +33,9 @@ struct Block {
   int round;
   void sync() const { emulation::block_meeting.attend(THREADS); }
   void wait() {}
+  void wait_last() {}
   void arrived() {}
   bool may_poll(uint32_t&, bool = false) const { std::fprintf(stderr, "data does not come that somebody waits for\n"), std::abort(); }
-  void idle() const {}
   bool stopping() const { return false; }
 };
 
