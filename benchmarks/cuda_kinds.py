@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from mpk.codegen import layout
 from mpk.codegen.layout import KV_PAGE_TOKENS
 from mpk.passes.split_attention import choose_splits
-from mpk.tasks.sample_part.sharing import PART_COLUMNS, slices
+from mpk.tasks.head.sharing import MESSAGE_COLUMNS, PART_COLUMNS, slices
 from tests.support.cuda_kinds import Machine, put_step, spread
 
 SMS, REPEATS = 132, 200

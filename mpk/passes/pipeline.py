@@ -10,7 +10,19 @@ from mpk import settings
 from mpk.errors import RequestError
 from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.graph.tensor_graph import TensorGraph
-from mpk.passes import dependencies, event_fusion, fuse, memory, partition, schedule, shard, split_attention, split_sampling, verify
+from mpk.passes import (
+    dependencies,
+    event_fusion,
+    fuse,
+    gather_embedding,
+    memory,
+    partition,
+    schedule,
+    shard,
+    split_attention,
+    split_sampling,
+    verify,
+)
 from mpk.passes.partition import Options
 from mpk.targets.hardware import Target
 
@@ -24,6 +36,8 @@ def tensor_passes(target: Target, options: Options) -> list[tuple[str, Callable[
         ("shard", lambda g: shard.run(g, options.tensor_parallel, target.two_shot_bytes.value)),
         ("split_attention", lambda g: split_attention.run(g, target.workers, options.attention_splits)),
     ]
+    if target.flagged:
+        passes.append(("gather_embedding", gather_embedding.run))
     if target.backend == "cuda":
         passes.append(("split_sampling", lambda g: split_sampling.run(g, target.workers)))
     return passes

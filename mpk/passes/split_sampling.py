@@ -3,8 +3,10 @@
 Runs before `partition`, on targets whose workers read too slowly for one of them to go through a vocabulary alone (an SM reads some
 80 bytes a nanosecond, so 600 KB of logits would take 7 us, on the path of every token). The product that makes the logits becomes a `head`;
 `advance` chooses tokens itself from what that leaves, and `sample` only for sequences that want more (its tasks are `optional`: without such
-a sequence they do not even wait). Where ranks share the model, no product makes all logits: they are put together by an `all_gather`, and a
-`logit_slices` behind it leaves what a `head` would. Guarantees that `sample` and `advance` have what they read as inputs.
+a sequence they do not even wait). Nothing that the two write outlives the step (they are `ephemeral`), so the step is closed without waiting for
+their fences. Where ranks share the model, no product makes all logits: they are put together by an `all_gather`, and a `logit_slices` behind it
+leaves what a `head` would (the step is closed behind it, since it reads what the next step's messages overwrite). Guarantees that `sample` and
+`advance` have what they read as inputs.
 """
 
 from __future__ import annotations
@@ -35,11 +37,11 @@ def run(graph: TensorGraph, workers: int) -> TensorGraph:
 
     def changed(op: Operator) -> list[Operator]:
         if op is producer and op.kind == "linear":
-            return [replace(op, kind="head", outputs=(logits, tops, summaries, penalised), attrs={**op.attrs, **sliced})]
+            return [replace(op, kind="head", outputs=(logits, tops, summaries, penalised), attrs={**op.attrs, **sliced, "ephemeral": True})]
         if op is producer:
             return [op, Operator(f"{sample.name}.slices", "logit_slices", (logits,), (tops, summaries, penalised), {}, {**sliced, "vocab": vocab}, op.layer)]
         if op is sample:
-            return [replace(op, inputs=(logits, step, summaries, penalised), attrs={**op.attrs, **sliced, "optional": True})]
+            return [replace(op, inputs=(logits, step, summaries, penalised), attrs={**op.attrs, **sliced, "optional": True, "ephemeral": True})]
         if op.kind == "advance":
             return [replace(op, inputs=(*op.inputs[:2], tops, logits, *op.inputs[2:]), attrs={**op.attrs, **sliced, "vocab": vocab})]
         return [op]
