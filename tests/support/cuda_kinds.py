@@ -24,17 +24,19 @@ from tests.support.cuda_emulator import EmulatedDevice, library
 SOURCES = Path(__file__).parent.parent / "cuda"
 ARCHITECTURE = "sm_90a"
 THREADS, SCRATCH_BYTES = 256, 64 * 1024  # of block.cuh
+BLOCK_THREADS, POOL_BYTES = 384, 224 * 1024  # with loaders; all memory of a block, for kinds of prompt steps
 POINTERS = ("weights", "params", "arena", "kv", "step", "segments", "row_token", "row_slot", "row_position", "logit_row", "sequences", "tokens",
             "page_table", "free_pages", "free_page_count", "chosen_logprob", "top_logprob", "top_token", "logits_out", "token_ns", "cancel")
-SIZES = ("max_batch", "max_rows", "max_context", "max_pages", "num_pages", "opcode", "repeats", "layers")
+SIZES = ("max_batch", "max_rows", "max_context", "max_pages", "num_pages", "opcode", "repeats", "layers", "prompt_room")
 LAUNCH = np.dtype([*((n, "<u8") for n in POINTERS), ("logits_out_positions", "<i8"), ("instructions", "<u8"), ("times", "<u8"),
-                   ("arrivals", "<u8"), *((n, "<i4") for n in SIZES)], align=True)
+                   ("arrivals", "<u8"), ("places", "<u8"), *((n, "<i4") for n in SIZES)], align=True)
 
 
 def source_of(kind: str, constants: Mapping[str, Scalar]) -> str:
     """A kernel around one variant of a kind."""
     lines = " ".join(f"static constexpr {constant(n, v)};" for n, v in constants.items())
-    return (f'#include "{kind}/cuda.cuh"\nstruct V {{ {lines} }};\n'
+    prompt = "#define MPK_PROMPT_KIND\n" if kind.startswith("prompt_") else ""
+    return (f'{prompt}#include "{kind}/cuda.cuh"\nstruct V {{ {lines} }};\n'
             "__device__ __forceinline__ void run_body(int, const mpk::Context& c, const mpk::Instruction& i, mpk::Block& b) "
             f"{{ mpk::{kind}::run<V>(c, i, b); }}\n{(SOURCES / 'kinds.cuh').read_text()}")
 
@@ -76,7 +78,12 @@ def device() -> Any:
 def _function(kind: str, constants: tuple[tuple[str, Scalar], ...]) -> Any:
     if EMULATE:
         return library(source_of(kind, dict(constants)), kind)
-    return device().function(device().load(_compiled(kind, constants).image), "run_kind", SCRATCH_BYTES)
+    return device().function(device().load(_compiled(kind, constants).image), "run_kind", shared_bytes(kind))
+
+
+def shared_bytes(kind: str) -> int:
+    """Shared memory of a block that runs the kind."""
+    return POOL_BYTES + 1024 if kind.startswith("prompt_") else SCRATCH_BYTES
 
 
 class Machine:
@@ -120,7 +127,7 @@ class Machine:
         return data.view(array.dtype).reshape(array.shape)
 
     def run(self, kind: str, constants: Mapping[str, Scalar], operands: Sequence[str], ranges: Iterable[tuple[int, int]], repeats: int = 1,
-            layers: int = 1) -> np.ndarray:
+            layers: int = 1, iargs: tuple[int, int] = (0, 0)) -> np.ndarray:
         """Run tiles ranges[b] on block b; returns nanoseconds [repeats, blocks] of the body on each block."""
         ranges = list(ranges)
         instructions = np.zeros(len(ranges), layout.dtype("Instruction"))
@@ -128,13 +135,15 @@ class Machine:
         for slot, name in enumerate(operands):
             instructions["operand"][:, slot] = self.offsets.get(name, -1)
         instructions["tile_begin"], instructions["tile_end"] = [r[0] for r in ranges], [r[1] for r in ranges]
+        instructions["iargs"] = iargs
         own = {n: device().allocate(size) for n, size in (("instructions", instructions.nbytes), ("times", 8 * repeats * len(ranges)), ("arrivals", 8))}
         own["instructions"].upload(instructions)
         own["arrivals"].fill(0)
         for name, memory in own.items():
             self.launch[name] = memory.address
         self.launch["repeats"], self.launch["layers"] = repeats, layers
-        device().launch(_function(kind, tuple(constants.items())), len(ranges), THREADS, SCRATCH_BYTES, self.launch)
+        device().launch(_function(kind, tuple(constants.items())), len(ranges),
+                        BLOCK_THREADS if kind.startswith("prompt_") else THREADS, shared_bytes(kind), self.launch)
         device().synchronize()
         times: np.ndarray = own["times"].download(np.int64, repeats * len(ranges))
         return times.reshape(repeats, len(ranges))

@@ -32,6 +32,9 @@ struct Context {
   int64_t* token_ns;        // [max_batch][max_context] time at which a generated token was published, or null
   const int32_t* cancel;    // set by the host while the program runs: stop after this step
   int32_t max_batch, max_rows, max_context, max_pages, num_pages;
+  // Of targets that read prompts with a graph of its own; else null and 0.
+  const int64_t* places;    // where the stages of packed matrices stand, see tiles.cuh
+  int32_t prompt_room;      // rows that buffers of the prompt graph have
 };
 
 // Private memory of one worker thread.

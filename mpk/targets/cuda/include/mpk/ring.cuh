@@ -27,9 +27,10 @@ struct RingControl {
   volatile int started;      // instructions whose events have come, over all steps (wraps); for runs without pipelining
 };
 
-// Shared memory of a block: control, stages, then what block.cuh says. Addresses in it are constants of the program.
-constexpr int RING_OFFSET = 1024, RING_END = RING_OFFSET + STAGES * STAGE_BYTES;
-static_assert(sizeof(RingControl) <= RING_OFFSET, "control fits before the stages");
+// Shared memory of a block: control, control of the tiles of prompts (tiles.cuh), what block.cuh says, stages, scratch. Addresses in it are
+// constants of the program.
+constexpr int TILES_OFFSET = 512, BLOCK_MEMORY_OFFSET = 1024, RING_OFFSET = 3072, RING_END = RING_OFFSET + STAGES * STAGE_BYTES;
+static_assert(sizeof(RingControl) <= TILES_OFFSET, "control fits before the stages");
 extern __shared__ __align__(1024) unsigned char block_shared[];
 __device__ __forceinline__ RingControl& ring_control() { return *reinterpret_cast<RingControl*>(block_shared); }
 __device__ __forceinline__ uint32_t full_barrier(int stage) { return shared_address(block_shared) + offsetof(RingControl, full) + stage * 8; }
