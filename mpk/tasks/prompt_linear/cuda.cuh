@@ -116,7 +116,7 @@ struct Finish {
 
 // One chunk: its fragments into `a`, its four products on their way.
 template <int WIDTH>
-__device__ __forceinline__ void multiply(const tiles::Reader& reader, const Block& b, bool valid, uint4 (&a)[4], float (&d)[WIDTH / 2], int sum) {
+__device__ __forceinline__ void multiply(tiles::Reader& reader, const Block& b, bool valid, uint4 (&a)[4], float (&d)[WIDTH / 2], int sum) {
   const uint32_t stage = reader.wait(), at = stage + b.warp * tiles::WARP_BYTES + b.lane * 16;
 #pragma unroll
   for (int k = 0; k < 4; ++k) {

@@ -30,7 +30,7 @@ struct alignas(16) float4 { float x, y, z, w; };
 
 namespace emulation {
 
-constexpr int THREADS = 256, WARPS = THREADS / 32, STACK_BYTES = 256 << 10, SHARED_BYTES = 64 << 10;
+constexpr int THREADS = 256, WARPS = THREADS / 32, STACK_BYTES = 256 << 10, SHARED_BYTES = 225 << 10;
 constexpr long TURNS = 2'000'000;  // after so many the block is taken to hang
 
 struct Fiber {
@@ -45,7 +45,7 @@ inline Fiber fibers[THREADS];
 inline ucontext_t scheduler;
 inline int thread, block, blocks;
 inline void (*body)();
-alignas(128) inline unsigned char shared_memory[SHARED_BYTES];
+alignas(1024) inline unsigned char shared_memory[SHARED_BYTES];
 
 inline void give_turn() { swapcontext(&fibers[thread].context, &scheduler); }
 
@@ -62,7 +62,7 @@ struct Meeting {
     while (number == mine) give_turn();
   }
 };
-inline Meeting warp_meetings[WARPS], block_meeting;
+inline Meeting warp_meetings[WARPS], group_meetings[WARPS / 4], block_meeting;
 inline Message messages[WARPS][2][32];  // two sets: nobody overwrites what a slower lane has still to read
 
 inline const Message* exchange(const Message& own) {
@@ -99,6 +99,7 @@ inline bool run_block() {
     f.done = false;
   }
   for (Meeting& m : warp_meetings) m = Meeting{};
+  for (Meeting& m : group_meetings) m = Meeting{};
   block_meeting = Meeting{};
   const char* order = std::getenv("EMULATION_ORDER");
   const bool backward = order != nullptr && std::strcmp(order, "backward") == 0;
@@ -156,6 +157,7 @@ inline unsigned __ballot_sync(unsigned, bool vote) {
   return votes;
 }
 inline bool __any_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
+inline void __syncthreads() { emulation::block_meeting.attend(emulation::THREADS); }
 inline void __syncwarp() { emulation::exchange({}); }
 
 // ---- operations of a thread
@@ -166,6 +168,8 @@ inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x != 0 ? __builtin_clz(unsigned(x)) : 32; }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __expf(float x) { return std::exp(x); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline unsigned long long __float2ull_rn(float x) { return static_cast<unsigned long long>(std::llrint(x)); }
 inline void sincospif(float x, float* sine, float* cosine) { *sine = float(std::sin(M_PI * double(x))), *cosine = float(std::cos(M_PI * double(x))); }

@@ -2,10 +2,11 @@
 #pragma once
 #include "mpk/context.hpp"
 #include "mpk/ptx.cuh"
+#include "mpk/tile_ring.cuh"
 
 namespace mpk {
 
-constexpr int WARPS = emulation::WARPS, THREADS = emulation::THREADS, BLOCK_THREADS = THREADS, SCRATCH_BYTES = emulation::SHARED_BYTES, MAX_ROWS = 16;
+constexpr int WARPS = emulation::WARPS, THREADS = emulation::THREADS, BLOCK_THREADS = THREADS, SCRATCH_BYTES = 64 << 10, POOL_BYTES = 224 << 10, MAX_ROWS = 16;
 
 struct StepView {
   int rows, logit_rows, segment_count, reserved;
@@ -18,7 +19,13 @@ struct Block {
   const StepView* step;
   int sm, sms, thread, warp, lane;
   unsigned char* scratch;
+  unsigned char* pool;
+  tiles::Ring tiles;
   void sync() const { emulation::block_meeting.attend(THREADS); }
+  void sync_group() const { emulation::group_meetings[warp / 4].attend(128); }
 };
+
+inline void serve_tiles(const tiles::Ring&, int) {}
+inline void take_registers() {}
 
 }  // namespace mpk

@@ -12,7 +12,7 @@
 #include "mpk/events.cuh"
 #include "mpk/ptx.cuh"
 #include "mpk/ring.cuh"
-#include "mpk/tiles.cuh"
+#include "mpk/tile_ring.cuh"
 
 namespace mpk {
 
