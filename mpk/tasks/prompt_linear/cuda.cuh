@@ -53,18 +53,33 @@ struct Finish {
     }
     if (p.epilogue == kSwiglu) return swiglu(c, i, b, d, row, packed, rows, low_bias, high_bias);
     const int column = packed * 16 + lane % 4 * 2;
+    constexpr int BATCH = 8;  // blocks of 8 tokens whose old values are on their way at a time
 #pragma unroll
-    for (int j = 0; j < WIDTH / 8; ++j) {
-      if (row + j * 8 >= rows) break;
-      const float2 first = turned(d[4 * j] + low_bias, d[4 * j + 1] + low_bias), second = turned(d[4 * j + 2] + high_bias, d[4 * j + 3] + high_bias);
-      const int token = row + j * 8 + lane / 4;
-      if (token >= rows) continue;
-      put(c, i, p, token, column, first), put(c, i, p, token, column + 8, second);
+    for (int begin = 0; begin < WIDTH / 8; begin += BATCH) {
+      if (row + begin * 8 >= rows) break;
+      uint32_t old[BATCH][2] = {};
+      if (p.epilogue == kResidual) {
+#pragma unroll
+        for (int j = 0; j < BATCH; ++j) {
+          const int token = row + (begin + j) * 8 + lane / 4;
+          const bf16* from = operand<bf16>(c, i, 2) + int64_t(token) * p.n + column;
+          if (token < rows && column < p.n) old[j][0] = load_4(from);
+          if (token < rows && column + 8 < p.n) old[j][1] = load_4(from + 8);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < BATCH; ++j) {
+        const float* s = d + 4 * (begin + j);
+        const float2 first = turned(s[0] + low_bias, s[1] + low_bias), second = turned(s[2] + high_bias, s[3] + high_bias);
+        const int token = row + (begin + j) * 8 + lane / 4;
+        if (token >= rows) continue;
+        put(c, i, p, token, column, first, old[j][0]), put(c, i, p, token, column + 8, second, old[j][1]);
+      }
     }
   }
 
-  // Outputs `column`, `column` + 1 of a token.
-  static __device__ __forceinline__ void put(const Context& c, const Instruction& i, const Product& p, int token, int column, float2 y) {
+  // Outputs `column`, `column` + 1 of a token; `old`: what they are added to.
+  static __device__ __forceinline__ void put(const Context& c, const Instruction& i, const Product& p, int token, int column, float2 y, uint32_t old) {
     if (column >= p.n) return;
     if (p.epilogue == kLogits) {
       const int slot = load_int(c.row_slot + token), position = load_int(c.row_position + token);
@@ -75,11 +90,7 @@ struct Finish {
       return;
     }
     const int64_t place = int64_t(token) * p.n + column;
-    if (p.epilogue == kResidual) {
-      const uint32_t old = load_4(operand<bf16>(c, i, 2) + place);
-      y.x += low(old), y.y += high(old);
-    }
-    *reinterpret_cast<uint32_t*>(operand<bf16>(c, i, 1) + place) = pack_bf16(y.x, y.y);
+    *reinterpret_cast<uint32_t*>(operand<bf16>(c, i, 1) + place) = pack_bf16(y.x + low(old), y.y + high(old));
   }
 
   // A warp group has 32 outputs of 64 tokens at a time, which meet in shared memory: its 4 warps have a word each of every 16-byte unit.
