@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from mpk import settings
+from mpk.codegen import graph_cache
 from mpk.errors import GraphError, RequestError, TargetError
 from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.models import registry
@@ -74,7 +76,13 @@ class Compiler:
         from mpk import frontend
 
         loaded = model if isinstance(model, frontend.LoadedModel) else frontend.load(model)
-        graph = pipeline.lower(registry.build_graph(loaded.config), self.target, self.options)
+        tensors = registry.build_graph(loaded.config)
+
+        def lower() -> SMTaskGraph:
+            return pipeline.lower(tensors, self.target, self.options)
+
+        debugging = settings.dump_folder() is not None or settings.stop_after() is not None
+        graph = lower() if debugging else graph_cache.lowered(tensors, self.target, self.options, lower)
         graph.model = loaded
         return graph
 
@@ -99,5 +107,5 @@ class Compiler:
         loaded = source if isinstance(source, frontend.LoadedModel) else frontend.load(source)
         if loaded.config != sm_graph.tensor_graph.config:
             raise GraphError("graph and model differ", expected="the configuration that the graph was lowered from")
-        verify.run(sm_graph)
+        verify.require_proof(sm_graph)
         return build_engine(sm_graph, loaded.source, progress=progress, pipelining=self.enable_cross_op_pipelining)

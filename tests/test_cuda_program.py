@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from mpk import Compiler
 from mpk.codegen import cuda_source, layout, nvrtc
 from mpk.codegen.cuda_program import CudaProgramBuilder
-from mpk.codegen.cuda_weights import stacked_rows, tile_rows
+from mpk.codegen.cuda_weights import fill_rows, fill_tiles
 from mpk.errors import RequestError, TargetError
 from mpk.frontend.source import LoadedModel
 from mpk.graph.order import STEP_EVENT
@@ -23,6 +25,7 @@ from mpk.runtime.cuda_engine import earliest
 from mpk.targets import hardware
 from mpk.tasks.base import kind_of
 from mpk.tasks.matrices import matrix_bytes, matrix_key
+from mpk.tasks.packing import from_bf16, to_bf16
 from mpk.tasks.stages import groups, stage_order, stage_shape
 
 CONFIG = DecoderConfig("LlamaForCausalLM", 300, 72, 136, 2, 9, 3, 8, 1e-5, 128, RopeScaling())
@@ -108,21 +111,44 @@ def test_records_hold_their_waits_and_signals() -> None:
         assert record["signals"]["event"][: len(task.signals)].tolist() == list(task.signals)[: layout.INLINE_EVENTS]
 
 
+def tile_rows(op: Any, source: Any, begin: int, end: int) -> np.ndarray:
+    """What is sent of tiles [begin, end), widened, from a buffer full of rubbish."""
+    out = np.full(((end - begin) * 16, int(op.attrs["k"])), 0xDEAD, np.uint16)
+    fill_tiles(op, source, begin, end, out)
+    return from_bf16(out)
+
+
+def rounded(values: np.ndarray) -> np.ndarray:
+    return from_bf16(to_bf16(values))
+
+
 def test_tiles_of_gate_and_up_alternate_by_eight_rows() -> None:
     graph, source = lowered()
     op = next(o for o in graph.tensor_graph.operators if o.name == "l0.gate_up")
-    gate, up = (source.read(n) for n in op.weights["weight"])
+    gate, up = (rounded(source.read(n)) for n in op.weights["weight"])
     rows = tile_rows(op, source, 1, 3)
     np.testing.assert_array_equal(rows, np.concatenate([gate[8:16], up[8:16], gate[16:24], up[16:24]]))
     last = tile_rows(op, source, 16, 17)  # 136 columns are 17 tiles of 8
     np.testing.assert_array_equal(last, np.concatenate([gate[128:136], up[128:136]]))
 
 
+def test_a_last_tile_of_gate_and_up_is_filled_with_zeros() -> None:
+    graph, source = lowered()
+    op = next(o for o in graph.tensor_graph.operators if o.name == "l0.gate_up")
+    short = replace(op, attrs={**op.attrs, "n": 133})
+    gate, up = (rounded(source.read(n)) for n in op.weights["weight"])
+    rows = tile_rows(short, source, 15, 17)
+    nothing = np.zeros((3, gate.shape[1]), np.float32)
+    np.testing.assert_array_equal(rows, np.concatenate([gate[120:128], up[120:128], gate[128:133], nothing, up[128:133], nothing]))
+
+
 def test_stacked_matrices_are_read_across_their_borders() -> None:
     graph, source = lowered()
     op = next(o for o in graph.tensor_graph.operators if o.name == "l1.qkv")
-    whole = np.concatenate([source.read(n) for n in op.weights["weight"]])
-    np.testing.assert_array_equal(stacked_rows(source, op.weights["weight"], 70, 100), whole[70:100])
+    whole = np.concatenate([rounded(source.read(n)) for n in op.weights["weight"]])
+    out = np.zeros((30, whole.shape[1]), np.uint16)
+    fill_rows(op, source, 70, 100, out)
+    np.testing.assert_array_equal(from_bf16(out), whole[70:100])
     assert len(tile_rows(op, source, 7, 8)) == 16 and len(whole) == 120
     np.testing.assert_array_equal(tile_rows(op, source, 7, 8)[8:], 0)  # beyond the last row
 

@@ -19,6 +19,7 @@ from mpk.frontend import NonFiniteWeightsWarning, bundled_model_path, load
 from mpk.frontend.gguf_header import TENSOR_TYPES, read_header
 from mpk.models.shapes import RandomWeights
 from mpk.tasks.base import WeightSource
+from mpk.tasks.packing import read_bf16, to_bf16
 from tests.support.models import TINY_MODELS, tiny_model, write_gguf
 
 Q_WEIGHT = "model.layers.0.self_attn.q_proj.weight"
@@ -126,6 +127,38 @@ def test_float16_and_bfloat16_files_are_widened(tmp_path: Path) -> None:
         stored = {k: v.astype(dtype) for k, v in tensors_of(model).items()}
         folder = save_folder(tmp_path / np.dtype(dtype).name, stored, {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"]})
         assert_holds(load(folder).source, {k: v.astype(np.float32) for k, v in stored.items()})
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32", "object"])
+def test_rows_in_bf16_are_those_stored_or_rounded_ones(tmp_path: Path, stored: str) -> None:
+    import ml_dtypes
+    import torch
+
+    model = tiny_model("llama")
+    if stored == "object":
+        source = load(model.to(torch.bfloat16)).source
+    else:
+        tensors = {k: v.astype(ml_dtypes.bfloat16 if stored == "bfloat16" else stored) for k, v in tensors_of(model).items()}
+        source = load(save_folder(tmp_path, tensors, {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"]})).source
+    for begin, end in ((0, 72), (5, 31), (7, 7)):
+        np.testing.assert_array_equal(read_bf16(source, DOWN, begin, end), to_bf16(source.read(DOWN, begin, end)))
+
+
+def test_stored_bf16_values_that_are_not_finite_are_warned_about_once(tmp_path: Path) -> None:
+    import ml_dtypes
+
+    model = tiny_model("llama")
+    tensors = {k: v.astype(ml_dtypes.bfloat16) for k, v in tensors_of(model).items()}
+    tensors[DOWN][40, 3] = -np.inf
+    source = load(save_folder(tmp_path, tensors, {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"]})).source
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read_bf16(source, DOWN, 0, 40)
+    with pytest.warns(NonFiniteWeightsWarning, match=rf"tensor {DOWN} in .* holds values that are not finite"):
+        read_bf16(source, DOWN, 40, 50)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read_bf16(source, DOWN, 0, 72)
 
 
 def test_a_decoder_saved_without_its_head_gets_transformers_names(tmp_path: Path) -> None:

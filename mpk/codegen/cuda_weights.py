@@ -1,28 +1,45 @@
-"""Put a model's weights on a GPU, packed there: rows go over as they are, a kernel turns them into fragments where they are streamed."""
+"""Put a model's weights on a GPU, packed there: rows go over as they are, a kernel turns them into fragments where they are streamed.
+
+Rows pass through a few buffers of pinned memory: while one is copied to the device and packed, threads fill the next from the source
+(a mapped file: this is where the reading happens). bf16 files are copied bit by bit; other types are rounded.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from mpk.codegen import layout
 from mpk.codegen.cuda_program import PACK_KERNEL, CudaProgramBuilder
-from mpk.codegen.stage_plan import StagePlan
 from mpk.graph.tensor_graph import Operator
+from mpk.targets.hardware import available_cpus
 from mpk.tasks.base import WeightSource, kind_of
 from mpk.tasks.matrices import matrix_bytes, matrix_key, matrix_shape
-from mpk.tasks.packing import to_bf16
+from mpk.tasks.packing import read_bf16, to_bf16
 from mpk.tasks.stages import TILE_ROWS
 
 if TYPE_CHECKING:
     from mpk.runtime.cuda_device import Device, Memory
 
 Progress = Callable[[int, int], None]
-BLOCK_BYTES = 64 << 20  # of rows that are on their way at a time
+BLOCK_BYTES = 32 << 20  # of rows in one buffer
+BUFFERS = 3
+PART_BYTES = 2 << 20  # that one thread fills at a time
+MAX_THREADS = 8
 RANDOM_BYTES = 64 << 20
 PACK_THREADS = 256
+
+
+class Piece(NamedTuple):
+    """Tiles [begin, end) of a streamed matrix, or rows of one that is kept row by row."""
+
+    operator: int
+    begin: int
+    end: int
+    streamed: bool
 
 
 class WeightLoader:
@@ -35,20 +52,21 @@ class WeightLoader:
     def load(self, source: WeightSource, progress: Progress | None = None) -> None:
         """Read, send and pack every matrix; `progress(done bytes, total bytes)`."""
         report = progress or (lambda done, total: None)
-        done, written = set(), 0
-        for index, op in enumerate(self.graph.tensor_graph.operators):
-            kind = kind_of(op)
-            size, key = matrix_bytes(kind, op, self.graph), matrix_key(kind, op, self.graph)
-            if not size or key in done:
-                continue
-            done.add(key)
-            offset = self.graph.weight_offsets[key]
-            if index in self.builder.plans:
-                self._stages(op, self.builder.plans[index], source, offset)
-            else:
-                self._rows(op, source, offset)
-            written += size
-            report(written, self.graph.weight_bytes)
+        pieces = self._pieces()
+        room = max((self._bytes(p) for p in pieces), default=0)
+        places = {i: self.device.copy(plan.place) for i, plan in self.builder.plans.items()}
+        buffers = [_Buffer(self.device, room) for _ in range(min(BUFFERS, len(pieces)))]
+        written = 0
+        with ThreadPoolExecutor(min(MAX_THREADS, available_cpus())) as pool:
+            for n, piece in enumerate(pieces):
+                buffer = buffers[n % len(buffers)]
+                buffer.wait()
+                self._fill(pool, piece, source, buffer)
+                self._send(piece, buffer, places)
+                written += self._bytes(piece)
+                report(min(written, self.graph.weight_bytes), self.graph.weight_bytes)
+        self.device.synchronize()
+        report(self.graph.weight_bytes, self.graph.weight_bytes)
 
     def fill_random(self, seed: int) -> None:
         """Normal values of deviation 0.02 everywhere, one block over and over: for measurements."""
@@ -57,59 +75,115 @@ class WeightLoader:
         for offset in range(0, self.memory.size, RANDOM_BYTES):
             self.memory.upload(block[: min(RANDOM_BYTES, self.memory.size - offset)], offset)
 
-    def _rows(self, op: Operator, source: WeightSource, offset: int) -> None:
-        rows, columns = matrix_shape(op, self.graph)
-        step = max(1, BLOCK_BYTES // (columns * 2))
-        for begin in range(0, rows, step):
-            self.memory.upload(to_bf16(stacked_rows(source, op.weights["weight"], begin, min(begin + step, rows))), offset + begin * columns * 2)
+    def _pieces(self) -> list[Piece]:
+        """All matrices, once each, in pieces that fit a buffer."""
+        pieces: list[Piece] = []
+        done = set()
+        for index, op in enumerate(self.graph.tensor_graph.operators):
+            kind = kind_of(op)
+            key = matrix_key(kind, op, self.graph)
+            if not matrix_bytes(kind, op, self.graph) or key in done:
+                continue
+            done.add(key)
+            streamed = index in self.builder.plans
+            rows, columns = (len(self.builder.plans[index].place), TILE_ROWS * int(op.attrs["k"])) if streamed else matrix_shape(op, self.graph)
+            step = max(1, BLOCK_BYTES // (columns * 2))
+            pieces += [Piece(index, begin, min(begin + step, rows), streamed) for begin in range(0, rows, step)]
+        return pieces
 
-    def _stages(self, op: Operator, plan: StagePlan, source: WeightSource, offset: int) -> None:
-        columns = int(op.attrs["k"])
-        step = max(1, BLOCK_BYTES // (TILE_ROWS * columns * 2))
-        tiles = len(plan.place)
-        staging = self.device.allocate(min(step, tiles) * TILE_ROWS * columns * 2)
-        places = self.device.allocate(plan.place.nbytes)
-        places.upload(plan.place)
-        for begin in range(0, tiles, step):
-            end = min(begin + step, tiles)
-            staging.upload(to_bf16(tile_rows(op, source, begin, end)))
-            argument = np.zeros(1, layout.dtype("Pack"))
-            values = {"rows": staging.address, "place": places.address + begin * plan.shape.count * 8, "out": self.memory.address + offset,
-                      "tiles": end - begin, "columns": columns, "stages": plan.shape.count, "depth": plan.shape.depth}
-            for name, value in values.items():
-                argument[name] = value
-            fragments = (end - begin) * plan.shape.count * plan.shape.depth * 2
-            blocks = min(-(-fragments // PACK_THREADS), 1 << 16)
-            self.device.launch(self.pack, blocks, PACK_THREADS, 0, argument, cooperative=False)
-            self.device.synchronize()
-        staging.free()
-        places.free()
+    def _columns(self, piece: Piece) -> int:
+        op = self.graph.tensor_graph.operators[piece.operator]
+        return int(op.attrs["k"]) if piece.streamed else matrix_shape(op, self.graph)[1]
+
+    def _bytes(self, piece: Piece) -> int:
+        return (piece.end - piece.begin) * (TILE_ROWS if piece.streamed else 1) * self._columns(piece) * 2
+
+    def _fill(self, pool: ThreadPoolExecutor, piece: Piece, source: WeightSource, buffer: _Buffer) -> None:
+        """All rows of the piece into the buffer, shared among threads."""
+        op, columns = self.graph.tensor_graph.operators[piece.operator], self._columns(piece)
+        unit = TILE_ROWS if piece.streamed else 1
+        rows = buffer.rows[: (piece.end - piece.begin) * unit * columns].reshape(-1, columns)
+        step = max(1, PART_BYTES // (unit * columns * 2))
+        fill = fill_tiles if piece.streamed else fill_rows
+        jobs = [pool.submit(fill, op, source, begin, min(begin + step, piece.end), rows[(begin - piece.begin) * unit :])
+                for begin in range(piece.begin, piece.end, step)]
+        for job in jobs:
+            job.result()
+
+    def _send(self, piece: Piece, buffer: _Buffer, places: dict[int, Memory]) -> None:
+        """Copy a filled buffer to the device, there to its place or through the packing kernel; returns before that is done."""
+        op = self.graph.tensor_graph.operators[piece.operator]
+        offset, size = self.builder.matrix_offset(op), self._bytes(piece)
+        if not piece.streamed:
+            self.memory.upload_async(buffer.pinned.address, size, offset + piece.begin * self._columns(piece) * 2)
+            buffer.mark()
+            return
+        plan = self.builder.plans[piece.operator]
+        buffer.staging.upload_async(buffer.pinned.address, size)
+        argument = np.zeros(1, layout.dtype("Pack"))
+        values = {"rows": buffer.staging.address, "place": places[piece.operator].address + piece.begin * plan.shape.count * 8,
+                  "out": self.memory.address + offset, "tiles": piece.end - piece.begin, "columns": self._columns(piece),
+                  "stages": plan.shape.count, "depth": plan.shape.depth}
+        for name, value in values.items():
+            argument[name] = value
+        fragments = (piece.end - piece.begin) * plan.shape.count * plan.shape.depth * 2
+        blocks = min(-(-fragments // PACK_THREADS), 1 << 16)
+        self.device.launch(self.pack, blocks, PACK_THREADS, 0, argument, cooperative=False)  # behind the copy, in the same stream
+        buffer.mark()
 
 
-def tile_rows(op: Operator, source: WeightSource, begin: int, end: int) -> np.ndarray:
-    """The rows of tiles [begin, end), float32 [tiles * 16, k]: 16 of the stacked matrices, or 8 of gate, then 8 of up, a tile."""
-    names = op.weights["weight"]
+class _Buffer:
+    """Pinned memory that threads fill, memory of the device that it is copied to, and an event: when both are free again."""
+
+    def __init__(self, device: Device, size: int) -> None:
+        from mpk.runtime.cuda_device import PinnedArray
+
+        self.device = device
+        self.pinned, self.staging = PinnedArray(device, (size // 2,), np.uint16), device.allocate(size)
+        self.rows: np.ndarray = self.pinned.array
+        self.event = device.event()
+        self.used = False
+
+    def mark(self) -> None:
+        self.device.record(self.event)
+        self.used = True
+
+    def wait(self) -> None:
+        if self.used:
+            self.device.wait_event(self.event)
+
+
+def fill_rows(op: Operator, source: WeightSource, begin: int, end: int, out: np.ndarray) -> None:
+    """Rows [begin, end) of the operator's matrices one below the other, as bf16 bits, to `out` [rows, columns]."""
+    for first, rows in _parts(source, op.weights["weight"], begin, end):
+        out[first : first + len(rows)] = rows
+
+
+def fill_tiles(op: Operator, source: WeightSource, begin: int, end: int, out: np.ndarray) -> None:
+    """The rows of tiles [begin, end) as bf16 bits: 16 of the stacked matrices, or 8 of gate, then 8 of up, a tile; 0 beyond the last."""
+    names, n = op.weights["weight"], int(op.attrs["n"])
+    count = (end - begin) * TILE_ROWS
     if op.attrs["epilogue"] != "swiglu":
-        return _padded(stacked_rows(source, names, begin * TILE_ROWS, min(end * TILE_ROWS, int(op.attrs["n"]))), (end - begin) * TILE_ROWS)
+        fill_rows(op, source, begin * TILE_ROWS, min(end * TILE_ROWS, n), out)
+        out[min(end * TILE_ROWS, n) - begin * TILE_ROWS : count] = 0
+        return
     width = TILE_ROWS // 2
-    parts = [_padded(source.read(n, begin * width, min(end * width, int(op.attrs["n"]))), (end - begin) * width) for n in names]
-    return np.stack([p.reshape(end - begin, width, -1) for p in parts], axis=1).reshape((end - begin) * TILE_ROWS, -1)
+    tiles = out[:count].reshape(end - begin, 2, width, -1)
+    for half, name in enumerate(names):
+        rows = read_bf16(source, name, begin * width, min(end * width, n))
+        whole = len(rows) // width
+        tiles[:whole, half] = rows[: whole * width].reshape(whole, width, -1)
+        if whole < end - begin:
+            tiles[whole:, half] = 0
+            tiles[whole, half, : len(rows) - whole * width] = rows[whole * width :]
 
 
-def stacked_rows(source: WeightSource, names: tuple[str, ...], begin: int, end: int) -> np.ndarray:
-    """Rows [begin, end) of the matrices one below the other, float32."""
-    parts = list(_parts(source, names, begin, end))
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def _parts(source: WeightSource, names: tuple[str, ...], begin: int, end: int) -> Iterator[np.ndarray]:
+def _parts(source: WeightSource, names: tuple[str, ...], begin: int, end: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Rows [begin, end) of the stacked matrices in parts of one matrix each: (first row, counted from `begin`; bf16 bits)."""
     first = 0
     for name in names:
         last = first + source.shape(name)[0]
         if begin < last and first < end:
-            yield source.read(name, max(begin - first, 0), min(end, last) - first)
+            low = max(begin, first)
+            yield low - begin, read_bf16(source, name, low - first, min(end, last) - first)
         first = last
-
-
-def _padded(rows: np.ndarray, count: int) -> np.ndarray:
-    return rows if len(rows) == count else np.pad(rows, ((0, count - len(rows)), (0, 0)))

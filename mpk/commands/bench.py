@@ -103,20 +103,8 @@ def floor_bytes(config: DecoderConfig, dtype: str, batch: int, context: int) -> 
     return size * (weights + batch * cached * 2 * c.num_kv_heads * c.head_dim)
 
 
-def _engine(compiler: Any, loaded: LoadedModel, quiet: bool) -> Any:
-    """The engine; on a GPU, random weights are made there, since 8 billion of them take minutes on the host."""
-    from mpk.models.shapes import RandomWeights
-
-    if compiler.target.backend != "cuda" or not isinstance(loaded.source, RandomWeights):
-        return build(compiler, loaded, quiet)[0]
-    from mpk.runtime.cuda_engine import build_cuda_engine
-
-    return build_cuda_engine(compiler.lower_model(loaded), loaded.source, pipelining=compiler.enable_cross_op_pipelining,
-                             random_seed=loaded.source.seed + 1)
-
-
 def _mpk(compiler: Any, loaded: LoadedModel, plans: Mapping[tuple[int, int], DecodePlan], quiet: bool) -> System:
-    engine = _engine(compiler, loaded, quiet)
+    engine, _ = build(compiler, loaded, quiet)
     instance = engine.create_instance(max_batch=max(b for b, _ in plans), max_context=max(plan.context for plan in plans.values()))
     rng = np.random.default_rng(0)
 

@@ -91,13 +91,20 @@ class SafetensorsFolder(TensorSource):
         return t.shape
 
     def _rows(self, name: str, begin: int, end: int) -> np.ndarray:
+        stored = self._stored(name)[begin:end]
+        if self._tensors[name].dtype == "BF16":
+            return np.asarray((stored.astype(np.uint32) << np.uint32(16)).view(np.float32))
+        return np.asarray(stored, np.float32)
+
+    def _bf16_rows(self, name: str, begin: int, end: int) -> np.ndarray | None:
+        return self._stored(name)[begin:end] if self._tensors[name].dtype == "BF16" else None
+
+    def _stored(self, name: str) -> np.ndarray:
+        """The tensor as it stands in its file."""
         t = self._tensors[name]
         if t.path not in self._maps:
             self._maps[t.path] = self._map(t.path)
-        stored = self._maps[t.path][t.begin:t.end].view(DTYPES[t.dtype]).reshape(t.shape)[begin:end]
-        if t.dtype == "BF16":
-            return np.asarray((stored.astype(np.uint32) << np.uint32(16)).view(np.float32))
-        return np.asarray(stored, np.float32)
+        return self._maps[t.path][t.begin:t.end].view(DTYPES[t.dtype]).reshape(t.shape)
 
     def _map(self, path: Path) -> np.ndarray:
         """The file as bytes; `ModelError` if it is no longer the one whose header was read."""

@@ -16,10 +16,12 @@ from mpk.models.config import DecoderConfig
 from mpk.models.decoder import EMBEDDING, HEAD
 from mpk.models.registry import build_graph
 from mpk.tasks.base import WeightSource
+from mpk.tasks.packing import to_bf16
 
 if TYPE_CHECKING:
     from mpk.frontend.tokenizer import Tokenizer
 
+INFINITY_BF16 = 0x7F80  # bits without the sign; all above are no numbers
 BLOCK_ELEMENTS = 1 << 22  # elements compared at once where two tensors are checked for equality
 
 
@@ -80,9 +82,25 @@ class TensorSource(ABC):
             raise InternalError(f"rows [{begin}, {end}) of {name}, which has {rows}")
         block = np.ascontiguousarray(self._rows(name, begin, end), np.float32)
         if block.size and name not in self._warned and not _all_finite(block):
-            self._warned.add(name)
-            warnings.warn(f"tensor {name} in {self.where(name)} holds values that are not finite", NonFiniteWeightsWarning, stacklevel=2)
+            self._warn(name)
         return block
+
+    def read_bf16(self, name: str, begin: int, end: int) -> np.ndarray:
+        """Rows [begin, end) as bits of bf16 (uint16), without a detour where they are stored so; warns as `read` does."""
+        stored = self._bf16_rows(name, begin, end) if self.shape(name) else None
+        if stored is None:
+            return to_bf16(self.read(name, begin, end))
+        if stored.size and name not in self._warned and int((stored & np.uint16(0x7FFF)).max()) >= INFINITY_BF16:
+            self._warn(name)
+        return stored
+
+    def _bf16_rows(self, name: str, begin: int, end: int) -> np.ndarray | None:
+        """Rows of a tensor that is stored in bf16, as uint16 (a view of the file if possible); None for other types."""
+        return None
+
+    def _warn(self, name: str) -> None:
+        self._warned.add(name)
+        warnings.warn(f"tensor {name} in {self.where(name)} holds values that are not finite", NonFiniteWeightsWarning, stacklevel=3)
 
     def same_contents(self, first: str, second: str) -> bool:
         """Whether two tensors hold the same values (compared block by block)."""

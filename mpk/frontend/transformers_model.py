@@ -57,6 +57,12 @@ class TransformersModel(TensorSource):
     def _rows(self, name: str, begin: int, end: int) -> np.ndarray:
         return np.asarray(self._tensors[name][begin:end].float().cpu().numpy())
 
+    def _bf16_rows(self, name: str, begin: int, end: int) -> np.ndarray | None:
+        import torch
+
+        rows = self._tensors[name][begin:end]
+        return np.asarray(rows.contiguous().cpu().view(torch.int16).numpy().view(np.uint16)) if rows.dtype == torch.bfloat16 else None
+
     def same_contents(self, first: str, second: str) -> bool:
         a, b = self._tensors[first], self._tensors[second]
         return a.data_ptr() == b.data_ptr() or super().same_contents(first, second)

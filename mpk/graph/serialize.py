@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from mpk.errors import GraphError, ModelError
@@ -40,6 +41,16 @@ def save(graph: SMTaskGraph, path: str | Path) -> None:
         Path(path).write_bytes(packed.getvalue())
     except OSError as error:
         raise GraphError(f"graph file {path} cannot be written ({error.strerror})", remedy="choose a folder that can be written") from error
+
+
+def fingerprint(graph: SMTaskGraph) -> str:
+    """Hash of all that a proof of the graph speaks of: equal graphs have equal ones."""
+    header = {key: value for key, value in _header(graph).items() if key not in ("notes", "param_offsets")}
+    h = xxhash.xxh3_128(json.dumps(header).encode())
+    for name, column in sorted(_columns(graph).items()):
+        h.update(f"{name}{column.shape}".encode())
+        h.update(column.tobytes())
+    return h.hexdigest()
 
 
 def load(path: str | Path) -> SMTaskGraph:

@@ -28,6 +28,7 @@ import numpy as np
 from mpk.errors import GraphError
 from mpk.graph.hazards import Fault, describe, find_hazard, show
 from mpk.graph.order import STEP_EVENT, Order, OrderError
+from mpk.graph.serialize import fingerprint
 from mpk.graph.sm_task_graph import Allocation, Buffer, Region, SMTaskGraph, Task
 from mpk.tasks.base import TaskKind, load_kinds
 from mpk.tasks.matrices import matrix_bytes, matrix_key
@@ -36,11 +37,18 @@ ALIGNMENT = 64  # bytes; what vector and bulk accesses of the back ends may rely
 
 
 def run(graph: SMTaskGraph) -> SMTaskGraph:
-    """Return `graph` unchanged; raises `GraphError` with the first fault."""
+    """Return `graph` as it is, with the fingerprint of what was proven; raises `GraphError` with the first fault."""
     fault = find_fault(graph)
     if fault is not None:
         raise GraphError(fault.message)
+    graph.proof = fingerprint(graph)
     return graph
+
+
+def require_proof(graph: SMTaskGraph) -> None:
+    """Verify the graph unless it is what was proven before; raises `GraphError`."""
+    if not graph.proof or graph.proof != fingerprint(graph):
+        run(graph)
 
 
 def find_fault(graph: SMTaskGraph, kinds: Mapping[str, TaskKind] | None = None, checks: Sequence[str] | None = None) -> Fault | None:

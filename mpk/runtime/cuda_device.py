@@ -66,6 +66,12 @@ class Memory:
         if data.nbytes:
             check(self.device.driver.cuMemcpyHtoD(self.address + offset, data.ctypes.data, data.nbytes), "copy to the device")
 
+    def upload_async(self, source: int, size: int, offset: int = 0) -> None:
+        """Copy `size` bytes from pinned host memory at address `source`, in the order of launches; returns before that is done."""
+        if offset + size > self.size:
+            raise InternalError(f"copy of {size} bytes at {offset} into {self.size}")
+        check(self.device.driver.cuMemcpyHtoDAsync(self.address + offset, source, size, 0), "copy to the device")
+
     def download(self, dtype: Any, count: int, offset: int = 0) -> np.ndarray:
         out = np.empty(count, dtype)
         check(self.device.driver.cuMemcpyDtoH(out.ctypes.data, self.address + offset, out.nbytes), "copy from the device")
@@ -198,6 +204,10 @@ class Device:
 
     def record(self, event: Any) -> None:
         check(self.driver.cuEventRecord(event, 0), "record an event")
+
+    def wait_event(self, event: Any) -> None:
+        """Block until all work before the event is done."""
+        check(self.driver.cuEventSynchronize(event), "wait for the device")
 
     def elapsed_ms(self, begin: Any, end: Any) -> float:
         check(self.driver.cuEventSynchronize(end), "wait for the kernel")

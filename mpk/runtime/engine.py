@@ -16,6 +16,7 @@ from mpk.codegen.program import ProgramBuilder, Tables
 from mpk.codegen.weights import PackedWeights, load_weights
 from mpk.errors import InternalError, TargetError
 from mpk.graph.sm_task_graph import SMTaskGraph
+from mpk.models.shapes import RandomWeights
 from mpk.passes.memory import scratch_bytes
 from mpk.runtime.memory import address
 from mpk.targets.hardware import backend_of
@@ -149,7 +150,9 @@ def build_engine(graph: SMTaskGraph, source: WeightSource, *, progress: BuildPro
     if backend_of(graph.target) == "cuda":
         from mpk.runtime.cuda_engine import build_cuda_engine
 
-        return build_cuda_engine(graph, source, progress=progress, pipelining=pipelining)
+        # Billions of random numbers take minutes on the host, so those of a named shape are made on the device (and are others there).
+        seed = source.seed + 1 if isinstance(source, RandomWeights) else None
+        return build_cuda_engine(graph, source, progress=progress, pipelining=pipelining, random_seed=seed)
     report = progress or (lambda stage, done, total: None)
     builder = ProgramBuilder(graph)
     report("compile the program", 0, 1)

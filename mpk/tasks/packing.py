@@ -35,6 +35,12 @@ def to_bf16(values: np.ndarray) -> np.ndarray:
     return np.where(nan, (bits >> 16).astype(np.uint16) | np.uint16(0x40), rounded)
 
 
+def read_bf16(source: WeightSource, name: str, begin: int, end: int) -> np.ndarray:
+    """Rows [begin, end) of a tensor as bits of bf16 (uint16): as they are stored where the source can say so, else rounded."""
+    stored = getattr(source, "read_bf16", None)
+    return to_bf16(source.read(name, begin, end)) if stored is None else stored(name, begin, end)
+
+
 def from_bf16(bits: np.ndarray) -> np.ndarray:
     """Bits of bf16 (uint16) -> float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
