@@ -41,7 +41,7 @@ def attention(model: str, batch: int, context: int) -> None:
     m.put("kv", np.full(layers * layer_bytes // 2, 0x3C00, np.uint16))
     m.put("page_table", np.random.default_rng(0).permutation(pages).astype(np.int32).reshape(batch, -1))
     m.put("params", np.ones(2 * head_dim, np.float32))
-    m.buffers(qkv=np.full((batch, (heads + 2 * kv_heads) * head_dim), 0x3C00, np.uint16), rope=np.ones((batch, head_dim), np.float32),
+    m.buffers(("qkv", "rope", "out", "attn"), batch, qkv=np.full((batch, (heads + 2 * kv_heads) * head_dim), 0x3C00, np.uint16), rope=np.ones((batch, head_dim), np.float32),
               out=np.zeros((batch, heads * splits * (head_dim + 2)), np.float32), attn=np.zeros((batch, heads * head_dim), np.uint16))
     shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "window": 0, "splits": splits}
     constants = {**shape, "scale": head_dim**-0.5, "eps": 1e-6, "q_norm": "qwen3" in model, "k_norm": "qwen3" in model}

@@ -8,40 +8,65 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-import mpk
-from mpk.frontend.source import LoadedModel
+from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.models import registry, shapes
-from mpk.runtime.cuda_engine import build_cuda_engine
+from mpk.passes import pipeline
+from mpk.passes.partition import Options
+from mpk.runtime.cuda_engine import CudaEngine, build_cuda_engine
+from mpk.runtime.instance import Instance
 from mpk.targets import hardware
 
 
-def measure(name: str, batch: int = 1, context: int = 512, steps: int = 64, repeats: int = 5, pipelining: bool = True, trace: int = 0) -> dict[str, object]:
-    """Median over `repeats` of the time of a step at about `context` positions."""
+@dataclass
+class Prepared:
+    """A model on the GPU and what it is asked for: `batch` sequences whose mean length is `context` over `steps` steps."""
+
+    name: str
+    batch: int
+    context: int
+    steps: int
+    pipelining: bool
+    traced: bool
+    graph: SMTaskGraph
+    engine: CudaEngine
+    instance: Instance
+
+
+def prepare(name: str, batch: int = 1, context: int = 512, steps: int = 64, pipelining: bool = True, flagged: bool = True, trace: int = 0) -> Prepared:
+    """Lower, compile and bring to the GPU; `flagged`: whether data is its own flag, or event counters order everything."""
     config = shapes.shape(name)
     source = shapes.RandomWeights(config, registry.build_graph(config))
-    graph = mpk.Compiler("h200").lower_model(LoadedModel(config, source, None, name))
+    target = replace(hardware.load("h200"), flagged=flagged)
+    graph = pipeline.lower(registry.build_graph(config), target, Options(target.max_rows, target.max_rows, "bf16"))
     engine = build_cuda_engine(graph, source, random_seed=1, pipelining=pipelining)
     instance = engine.create_instance(batch, context + steps + 64, stall_limit_s=2.0, trace_spans=trace)
+    return Prepared(name, batch, context, steps, pipelining, trace > 0, graph, engine, instance)
+
+
+def measure(p: Prepared, repeats: int = 5) -> dict[str, object]:
+    """Median over `repeats` generations of the time of a step at about `context` positions."""
+    config = p.graph.tensor_graph.config
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, config.vocab_size, context - steps // 2).tolist() for _ in range(batch)]
+    prompts = [rng.integers(0, config.vocab_size, p.context - p.steps // 2).tolist() for _ in range(p.batch)]
     times = []
     for _ in range(repeats):
-        result = instance.generate(prompts, max_new_tokens=steps, stop_tokens=[])
-        if any(len(t) != steps for t in result.tokens):
+        result = p.instance.generate(prompts, max_new_tokens=p.steps, stop_tokens=[])
+        if any(len(t) != p.steps for t in result.tokens):
             raise RuntimeError(f"sequences ended early: {result.finish_reasons}")
         gaps = np.diff(np.array(result.token_ms), axis=1)[:, 1:]
         times.append(float(np.median(gaps)))
     target = hardware.load("h200")
-    per_token = graph.weight_bytes - embedding_bytes(config) + batch * context * kv_bytes(config)
+    per_token = p.graph.weight_bytes - embedding_bytes(config) + p.batch * p.context * kv_bytes(config)
     floor = per_token / target.bandwidth.value / 1e6
-    out = {"model": name, "batch": batch, "context": context, "ms_per_token": statistics.median(times), "min": min(times), "max": max(times),
-           "floor_ms": floor, "ratio": statistics.median(times) / floor, "pipelining": pipelining,
+    out = {"model": p.name, "batch": p.batch, "context": p.context, "ms_per_token": statistics.median(times), "min": min(times), "max": max(times),
+           "floor_ms": floor, "ratio": statistics.median(times) / floor, "pipelining": p.pipelining, "flagged": p.graph.flagged_bytes > 0,
            "prefill_ms": result.first_token_ms, "text": result.tokens[0][:8]}
-    if trace:
-        out["trace"] = summary(instance, graph)
+    if p.traced:
+        out["trace"] = summary(p.instance, p.graph)
     return out
 
 
@@ -74,7 +99,7 @@ def summary(instance: object, graph: object, steps: int = 8) -> dict[str, list[f
 
 def main() -> None:
     name, *numbers = sys.argv[1:]
-    print(json.dumps(measure(name, *map(int, numbers))), flush=True)
+    print(json.dumps(measure(prepare(name, *map(int, numbers)))), flush=True)
 
 
 if __name__ == "__main__":

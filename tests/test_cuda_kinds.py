@@ -100,8 +100,9 @@ class Attention:
         m.put("kv", self.cache.pages)
         m.put("page_table", self.cache.table)
         m.put("params", np.append(kind.params(op, self.case.graph, self.weights), np.float32(0)))
-        m.buffers(qkv=to_bf16(self.qkv), rope=self.rope, out=to_bf16(out) if self.splits == 1 else out)
+        m.buffers(("qkv", "rope", "out"), min(3, self.rows), qkv=to_bf16(self.qkv), rope=self.rope, out=to_bf16(out) if self.splits == 1 else out)
         m.run("rotary_attention", kind.variant(op, self.case.graph, "bf16"), kind.operands, spread(kind.tiles(op, self.case.graph), blocks))
+        assert m.is_cleared("out")
         return from_bf16(m.get("out")) if self.splits == 1 else m.get("out"), m.get("kv")
 
     def has_work(self) -> np.ndarray:
@@ -171,13 +172,14 @@ def test_combine_merges_the_splits_that_have_work(case: Case) -> None:
             row += count
         m = Machine(max_batch=4)
         put_step(m, segments, step.tokens, step.logit_rows, rows)
-        m.buffers(partial=held, out=np.zeros((rows, heads * head_dim), np.uint16))
+        m.buffers(("partial", "out"), min(2, rows), partial=held, out=np.zeros((rows, heads * head_dim), np.uint16))
         op = SimpleNamespace(**{**vars(case.op), "attrs": {**a, "share_rows": False}})
         buffers = {case.op.inputs[0]: parts.reshape(rows, -1), case.op.outputs[0]: np.zeros((rows, heads * head_dim), np.float32)}
         env = Env(buffers, {}, step, lambda _: np.zeros(0, np.float32), case.graph)
         importlib.import_module("mpk.tasks.attention_combine.reference").run(op, Task(0, 0, op.kind, 0, heads, (), ()), env)
         for blocks in (heads, 2, 1):
             m.run("attention_combine", kind.variant(case.op, case.graph, "bf16"), kind.operands, spread(heads, blocks))
+            assert m.is_cleared("out")
             np.testing.assert_allclose(from_bf16(m.get("out")), env.buffers[case.op.outputs[0]], 2.0**-7, 1e-5)
 
 
@@ -191,10 +193,10 @@ def test_embeddings_are_copied_bit_for_bit(case: Case) -> None:
         m = Machine(max_batch=4)
         put_step(m, segments, step.tokens, step.logit_rows, len(step.tokens))
         m.put("weights", matrix)
-        m.buffers(x=np.zeros((len(step.tokens), hidden), np.uint16))
+        m.buffers(("x",), min(2, len(step.tokens)), x=np.zeros((len(step.tokens), hidden), np.uint16))
         tiles = kind.tiles(case.op, case.graph)
         m.run("embed", kind.variant(case.op, case.graph, "bf16"), kind.operands, spread(tiles, min(3, tiles)))
-        assert np.array_equal(m.get("x"), matrix[step.tokens])
+        assert np.array_equal(m.get("x"), matrix[step.tokens]) and m.is_cleared("x")
 
 
 @pytest.mark.gpu
@@ -207,12 +209,12 @@ def test_rotation_table_is_accurate_at_any_position(case: Case) -> None:
         m = Machine(max_batch=4)
         put_step(m, segments, step.tokens, step.logit_rows, rows)
         m.put("params", kind.params(case.op, case.graph, RandomWeights(case, "bf16")))
-        m.buffers(rope=np.zeros((rows, head_dim), np.float32))
+        m.buffers(("rope",), min(2, rows), rope=np.zeros((rows, head_dim), np.float32))
         m.run("rope_table", kind.variant(case.op, case.graph, "bf16"), kind.operands, [(0, 1)])
         frequencies, factor = case.graph.config.rope.inverse_frequencies(head_dim)
         angles = (step.positions.astype(np.float32)[:, None] * frequencies[None]).astype(np.float64)
         expected = np.concatenate([np.cos(angles), np.sin(angles)], axis=1) * factor
-        assert np.abs(m.get("rope") - expected).max() < 4e-7
+        assert np.abs(m.get("rope") - expected).max() < 4e-7 and m.is_cleared("rope")
 
 
 # ---- sampling

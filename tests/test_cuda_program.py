@@ -19,7 +19,9 @@ from mpk.graph.order import STEP_EVENT
 from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.models import registry, shapes
 from mpk.models.config import DecoderConfig, RopeScaling
+from mpk.passes import pipeline
 from mpk.passes.memory import lay_out_params
+from mpk.passes.partition import Options
 from mpk.runtime import cuda_device
 from mpk.runtime.cuda_engine import earliest
 from mpk.targets import hardware
@@ -34,6 +36,13 @@ CONFIG = DecoderConfig("LlamaForCausalLM", 300, 72, 136, 2, 9, 3, 8, 1e-5, 128, 
 def lowered(config: DecoderConfig = CONFIG, workers: int = 5) -> tuple[SMTaskGraph, shapes.RandomWeights]:
     source = shapes.RandomWeights(config, registry.build_graph(config))
     return Compiler("h200", workers=workers).lower_model(LoadedModel(config, source, None, "test")), source
+
+
+def without_flags() -> tuple[SMTaskGraph, shapes.RandomWeights]:
+    """The same model for a machine whose description orders everything by counters."""
+    source = shapes.RandomWeights(CONFIG, registry.build_graph(CONFIG))
+    target = replace(hardware.load("h200"), flagged=False, workers=5)
+    return pipeline.lower(registry.build_graph(CONFIG), target, Options(16, 16, "bf16")), source
 
 
 @pytest.mark.parametrize(("columns", "depth", "count"), [(64, 256, 1), (576, 256, 3), (896, 512, 2), (2560, 512, 5), (4864, 256, 19),
@@ -99,16 +108,28 @@ def test_every_block_loads_what_its_instructions_use() -> None:
 def test_records_hold_their_waits_and_signals() -> None:
     graph, source = lowered()
     lay_out_params(graph, source)
-    tables = CudaProgramBuilder(graph).cuda_tables()
+    builder = CudaProgramBuilder(graph)
+    tables = builder.cuda_tables()
+    assert any(e.carried for e in graph.events) and not any(e.carried for e in without_flags()[0].events)
     for record in tables.records:
         task = graph.tasks[record["instruction"]["task"]]
-        waits = [e for e in task.waits if e != STEP_EVENT]
+        waits = [e for e in builder.counters(task.waits) if e != STEP_EVENT]
+        signals = builder.counters(task.signals)
         assert record["instruction"]["wait_count"] == len(waits)
         assert record["waits"]["event"][: len(waits)].tolist() == waits[: layout.INLINE_EVENTS]
         assert record["waits"]["count"][: len(waits)].tolist() == [graph.events[e].threshold for e in waits][: layout.INLINE_EVENTS]
         begin, count = int(record["instruction"]["wait_begin"]), len(waits)
         assert tables.waits["event"][begin : begin + count].tolist() == waits
-        assert record["signals"]["event"][: len(task.signals)].tolist() == list(task.signals)[: layout.INLINE_EVENTS]
+        assert record["instruction"]["signal_count"] == len(signals)
+        assert record["signals"]["event"][: len(signals)].tolist() == signals[: layout.INLINE_EVENTS]
+
+
+def test_threads_meet_between_instructions_unless_all_that_both_touch_waits_for_itself() -> None:
+    for graph, source in (lowered(), without_flags()):
+        lay_out_params(graph, source)
+        tables = CudaProgramBuilder(graph).cuda_tables()
+        together = {graph.operator(int(r["instruction"]["task"])).name.split(".")[-1] for r in tables.records if not r["apart"]}
+        assert together == ({"gate_up", "down", "qkv"} if graph.flagged_bytes else set())
 
 
 def tile_rows(op: Any, source: Any, begin: int, end: int) -> np.ndarray:

@@ -119,7 +119,7 @@ def test_llama_70b_on_132_sms_is_lowered_and_verified_in_twenty_seconds_and_four
     assert time.process_time() - started < 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 << 20  # in kB
     assert len(big.tasks) > 30_000 and big.num_workers == 132
-    assert len(big.events) < 2 * len(big.tensor_graph.operators)
+    assert sum(not e.carried for e in big.events) < 2 * len(big.tensor_graph.operators)
     verify.run(big)
 
 

@@ -66,17 +66,17 @@ def test_text_is_stable_and_a_change_shows_in_one_line() -> None:
     before = to_text(graph).splitlines()
     assert to_text(small_graph()).splitlines() == before
     assert "task 3 kind=columns op=1 tiles=1:2 worker=1 reads=a[0:12] writes=b[6:12] waits=1 signals=2 cost=64/8/128" in before
-    assert "event 2 threshold=2 producers=2,3" in before
+    assert "event 2 threshold=2 carried=false producers=2,3" in before
     assert "queue 1 tasks=1,3,5,7,9" in before
     assert "place c offset=64 size=64" in before
     graph.events[2].threshold = 1
     after = to_text(graph).splitlines()
-    assert [a for a, b in zip(after, before, strict=True) if a != b] == ["event 2 threshold=1 producers=2,3"]
+    assert [a for a, b in zip(after, before, strict=True) if a != b] == ["event 2 threshold=1 carried=false producers=2,3"]
 
 
 @pytest.mark.parametrize(("line", "replacement"), [
-    ("event 2 threshold=2 producers=2,3", "event 2 threshold=two producers=2,3"),
-    ("event 2 threshold=2 producers=2,3", "event 2 producers=2,3"),
+    ("event 2 threshold=2 carried=false producers=2,3", "event 2 threshold=two producers=2,3"),
+    ("event 2 threshold=2 carried=false producers=2,3", "event 2 producers=2,3"),
     ("queue 1 tasks=1,3,5,7,9", "tail 1 tasks=1,3,5,7,9"),
     ("place c offset=64 size=64", "place c"),
 ])
@@ -89,8 +89,8 @@ def test_text_that_cannot_be_read_names_the_line(line: str, replacement: str) ->
 
 def test_text_of_another_version() -> None:
     text = to_text(small_graph())
-    with pytest.raises(GraphError, match="another version, expected 1, got 7; lower the model again"):
-        from_text(text.replace("version 1", "version 7", 1))
+    with pytest.raises(GraphError, match="another version, expected 2, got 7; lower the model again"):
+        from_text(text.replace("version 2", "version 7", 1))
     with pytest.raises(GraphError, match="text is no graph file"):
         from_text("something else 1\n")
     with pytest.raises(GraphError, match="line 1"):
@@ -112,9 +112,9 @@ def test_file_of_another_version(tmp_path: Path) -> None:
     path = tmp_path / "g"
     small_graph().save(str(path))
     with_header(path, version=99)
-    with pytest.raises(GraphError, match=r"has another version, expected 1, got 99; lower the model again and save its graph"):
+    with pytest.raises(GraphError, match=r"has another version, expected 2, got 99; lower the model again and save its graph"):
         SMTaskGraph.load(str(path))
-    with_header(path, version=1, format="something")
+    with_header(path, version=2, format="something")
     with pytest.raises(GraphError, match="is no graph file"):
         SMTaskGraph.load(str(path))
 

@@ -15,7 +15,7 @@ from mpk.codegen.stage_plan import StagePlan, plan_stages
 from mpk.graph.order import STEP_EVENT
 from mpk.graph.sm_task_graph import SMTaskGraph, Task
 from mpk.targets.hardware import KernelPlan
-from mpk.tasks.base import kind_of
+from mpk.tasks.base import kind_of, load_kinds
 
 KERNEL = "mpk_run"
 PACK_KERNEL = "mpk_pack"
@@ -54,7 +54,8 @@ class CudaProgramBuilder(ProgramBuilder):
         environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
         template = environment.from_string((cuda_source.TARGETS / "cuda" / "program.cu.j2").read_text())
         publishes = next((i for i, v in enumerate(self.variants) if v.kind == "advance"), -1)
-        return template.render(kinds=sorted({v.kind for v in self.variants}), variants=self.variants, publishes=publishes, stages=stages)
+        return template.render(kinds=sorted({v.kind for v in self.variants}), variants=self.variants, publishes=publishes, stages=stages,
+                               flagged=int(self.graph.flagged_bytes > 0))
 
     def cuda_tables(self) -> CudaTables:
         """Streams of all blocks; needs queues, events, arena and offsets."""
@@ -76,9 +77,18 @@ class CudaProgramBuilder(ProgramBuilder):
             begin, count = int(instruction["signal_begin"]), int(instruction["signal_count"])
             inline = min(count, layout.INLINE_EVENTS)
             record["signals"][:inline] = tables.signals[begin : begin + inline]
+        for queue, first in zip(self.graph.queues, tables.stream_begin, strict=False):
+            for place, task in enumerate(queue):
+                records["apart"][first + place] = place == 0 or not self._overlap(queue[place - 1], task)
         loads, load_begin = self._loads()
         all_waits = np.concatenate(waits) if waits else tables.waits
         return CudaTables(records, tables.stream_begin, loads, load_begin, all_waits, tables.signals, self.graph.tasks[-1].worker)
+
+    def _overlap(self, before: int, task: int) -> bool:
+        """Whether fast warps of a block may begin `task` while slow ones finish `before`: both kinds allow it, and all that they touch waits
+        for itself (the order of a queue makes plain memory visible only because all threads meet)."""
+        pair = (self.graph.tasks[before], self.graph.tasks[task])
+        return all(load_kinds()[t.kind].overlaps and all(self.graph.buffers[r.buffer].flagged for r in (*t.reads, *t.writes)) for t in pair)
 
     def _loads(self) -> tuple[np.ndarray, np.ndarray]:
         rows: list[tuple[int, ...]] = []

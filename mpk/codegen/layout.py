@@ -101,6 +101,7 @@ STRUCTS: dict[str, list[Field]] = {
         ("token_ns", "uint64_t", 1),
         ("cancel", "uint64_t", 1),
         ("logits_out_positions", "int64_t", 1),
+        ("flagged_stride", "int64_t", 1),  # bytes between the two copies of flagged buffers
         ("max_batch", "int32_t", 1),
         ("max_rows", "int32_t", 1),
         ("max_context", "int32_t", 1),
@@ -160,6 +161,8 @@ STRUCTS: dict[str, list[Field]] = {
         ("instruction", "Instruction", 1),
         ("waits", "Wait", INLINE_EVENTS),
         ("signals", "Signal", INLINE_EVENTS),
+        ("apart", "int32_t", 1),  # 1: all threads of the block meet before it begins
+        ("reserved", "int32_t", 3),
     ],
     # Written by a worker that gives up.
     "Stall": [
@@ -182,6 +185,8 @@ STRUCTS: dict[str, list[Field]] = {
 
 RESULT = {"done": 0, "stalled": 1, "no_thread": 2, "no_memory": 3}  # what `mpk_run` returns
 
+STALL_WEIGHTS, STALL_DATA = -1, -2  # Stall.event of waits that are for no counter
+
 FINISH = {"running": 0, "stop": 1, "length": 2, "cancelled": 3, "error": 4}
 
 
@@ -195,7 +200,8 @@ def c_structs() -> str:
     """C++ declarations of all shared structs and constants, with drift checks."""
     out = [f"constexpr int {k} = {v};" for k, v in (("MAX_OPERANDS", MAX_OPERANDS), ("MAX_STOP_TOKENS", MAX_STOP_TOKENS),
                                                    ("MAX_TOP_LOGPROBS", MAX_TOP_LOGPROBS), ("KV_PAGE_TOKENS", KV_PAGE_TOKENS),
-                                                   ("INLINE_EVENTS", INLINE_EVENTS), ("COUNTER_STRIDE", COUNTER_STRIDE))]
+                                                   ("INLINE_EVENTS", INLINE_EVENTS), ("COUNTER_STRIDE", COUNTER_STRIDE),
+                                                   ("STALL_WEIGHTS", STALL_WEIGHTS), ("STALL_DATA", STALL_DATA))]
     out += [f"constexpr int RESULT_{k.upper()} = {v};" for k, v in RESULT.items()]
     out += [f"constexpr int FINISH_{k.upper()} = {v};" for k, v in FINISH.items()]
     for name, fields in STRUCTS.items():

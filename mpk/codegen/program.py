@@ -7,6 +7,7 @@ two. Streams, waits and signals are numpy arrays in the layout of `mpk.codegen.l
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,12 +92,17 @@ class ProgramBuilder:
         places = [self._placement(op) for op in graph.tensor_graph.operators]
         for row, t in enumerate(order):
             task = graph.tasks[t]
-            self._instruction(instructions[row : row + 1], task, places[task.op], len(waits), len(signals))
+            counters, signalled = self.counters(task.waits), self.counters(task.signals)
+            self._instruction(instructions[row : row + 1], task, places[task.op], (len(waits), len(counters)), (len(signals), len(signalled)))
             prefetch[row] = self._prefetch(task, places[task.op])
-            waits += [(e, graph.events[e].threshold) for e in task.waits]
-            signals += [(e, 1) for e in task.signals]
+            waits += [(e, graph.events[e].threshold) for e in counters]
+            signals += [(e, 1) for e in signalled]
         begin = np.cumsum([0, *(len(q) for q in graph.queues)], dtype=np.int32)
         return Tables(instructions, begin, np.array(waits, layout.dtype("Wait")), np.array(signals, layout.dtype("Signal")), prefetch)
+
+    def counters(self, events: Sequence[int]) -> list[int]:
+        """Those of `events` that are counters; the others stand for data that is its own flag."""
+        return [e for e in events if not self.graph.events[e].carried]
 
     def matrix_offset(self, op: Operator) -> int:
         """Byte offset of the operator's packed matrix."""
@@ -114,12 +120,12 @@ class ProgramBuilder:
         return _Placement(self.matrix_offset(op) if packed else -1, graph.param_offsets.get(op.name, -1), operands,
                           packed // tiles if streamed else 0)
 
-    def _instruction(self, out: np.ndarray, task: Task, place: _Placement, wait_begin: int, signal_begin: int) -> None:
+    def _instruction(self, out: np.ndarray, task: Task, place: _Placement, waits: tuple[int, int], signals: tuple[int, int]) -> None:
         out["opcode"], out["task"], out["op"] = self.opcodes[task.op], task.id, task.op
         out["layer"] = self.graph.operator(task).layer
         out["tile_begin"], out["tile_end"] = task.tile_begin, task.tile_end
-        out["wait_begin"], out["wait_count"] = wait_begin, len(task.waits)
-        out["signal_begin"], out["signal_count"] = signal_begin, len(task.signals)
+        out["wait_begin"], out["wait_count"] = waits
+        out["signal_begin"], out["signal_count"] = signals
         out["weights"], out["params"] = place.weights, place.params
         out["operand"] = place.operands + [-1] * (layout.MAX_OPERANDS - len(place.operands))
 

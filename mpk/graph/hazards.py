@@ -1,5 +1,8 @@
 """Data hazards of a scheduled graph: accesses in conflict that the happens-before relation does not order.
 
+What is meant is the order of visibility (`mpk.graph.order`), but for flagged buffers: their words are written once a step, and whoever
+reads them waits for them, so there the order of execution is enough.
+
 Two accesses conflict if they touch the same memory and one of them writes. A first scan looks at each buffer by itself and
 goes through tasks in the sequential order; for every segment of a buffer it keeps the last writer, and the readers since. A task
 needs the last writer of what it reads, and the last writer and all readers since of what it writes. Earlier accesses follow by
@@ -48,13 +51,13 @@ def show(region: Region) -> str:
     return f"{region.buffer}[{region.begin}:{region.end}]"
 
 
-def find_hazard(graph: SMTaskGraph, order: Order) -> Fault | None:
+def find_hazard(graph: SMTaskGraph, visible: Order, executed: Order) -> Fault | None:
     """The first unordered conflict, lost value or read of nothing, or None.
 
     Regions must be inside their buffers and queues valid (`mpk.passes.verify` checks that before).
     """
     columns = _Columns(graph)
-    return _BufferScan(graph, order, columns).run() or _ArenaScan(graph, order, columns).run()
+    return _BufferScan(graph, visible, executed, columns).run() or _ArenaScan(graph, visible, columns).run()
 
 
 class _Columns:
@@ -155,9 +158,9 @@ class _Readers:
 class _BufferScan:
     """Accesses to the same buffer, in sequential order."""
 
-    def __init__(self, graph: SMTaskGraph, order: Order, columns: _Columns) -> None:
-        self.graph, self.order, self.columns = graph, order, columns
-        self.needs = _Needs(order, itself=True)
+    def __init__(self, graph: SMTaskGraph, visible: Order, executed: Order, columns: _Columns) -> None:
+        self.graph, self.columns = graph, columns
+        self.plain, self.flagged = _Needs(visible, itself=True), _Needs(executed, itself=True)
         self.writer = {b: np.full(len(cuts) - 1, NOBODY, np.int32) for b, cuts in columns.cuts.items()}
         self.readers: dict[str, dict[Region, _Readers]] = {b: {} for b in columns.cuts}
         # region -> latest writers per queue, until the buffer is written again
@@ -169,18 +172,25 @@ class _BufferScan:
             fault = next((f for f in (self._read(task, r) for r in task.reads) if f is not None), None)
             if fault is not None:
                 break
-            for region in task.writes:
-                self._write(task, region)
-        unmet = self.needs.first_unmet()  # of tasks before the one that reads nothing
-        return fault if unmet is None else _unordered(self.graph, self.order, *unmet)
+            fault = next((f for f in (self._write(task, r) for r in task.writes) if f is not None), None)
+            if fault is not None:
+                break
+        for needs in (self.plain, self.flagged):  # of tasks before the one at fault
+            unmet = needs.first_unmet()
+            if unmet is not None:
+                return _unordered(self.graph, needs.order, *unmet)
+        return fault
+
+    def _needs(self, buffer: str) -> _Needs:
+        return self.flagged if self.graph.buffers[buffer].flagged else self.plain
 
     def _read(self, task: Task, region: Region) -> Fault | None:
         begin, end = self.columns.segments[region]
-        access = ("read-after-write", task.id, region)
+        access, needs = ("read-after-write", task.id, region), self._needs(region.buffer)
         if end - begin == 1:
             writer = int(self.writer[region.buffer][begin])
             if writer != NOBODY:
-                self.needs.task(access, writer)
+                needs.task(access, writer)
             elif self._must_be_written(region):
                 return self._unwritten(task, region, begin)
         else:
@@ -192,8 +202,8 @@ class _BufferScan:
                     if self._must_be_written(region):
                         return self._unwritten(task, region, begin + int(np.argmax(missing)))
                     writers = writers[~missing]
-                needed = self.needed_to_read[region.buffer][region] = self.order.frontier(writers)
-            self.needs.vector(access, needed)
+                needed = self.needed_to_read[region.buffer][region] = needs.order.frontier(writers)
+            needs.vector(access, needed)
         readers = self.readers[region.buffer].get(region)
         if readers is None:
             readers = self.readers[region.buffer][region] = _Readers()
@@ -204,16 +214,20 @@ class _BufferScan:
     def _must_be_written(self, region: Region) -> bool:
         return self.graph.buffers[region.buffer].kind == "activation"
 
-    def _write(self, task: Task, region: Region) -> None:
+    def _write(self, task: Task, region: Region) -> Fault | None:
         begin, end = self.columns.segments[region]
         writers = self.writer[region.buffer][begin:end]
         before = writers[writers != NOBODY]
+        if len(before) and self.graph.buffers[region.buffer].flagged:
+            return Fault("rewritten", f"rewritten: {describe(self.graph, task.id)} writes {show(region)}, which is flagged and which "
+                         f"{describe(self.graph, int(before[0]))} has written in the same step", (int(before[0]), task.id), (region,))
         if len(before):
-            self.needs.tasks(("write-after-write", task.id, region), before)
+            self.plain.tasks(("write-after-write", task.id, region), before)
         if self.readers[region.buffer]:
             self._write_after_reads(task, region, begin, end)
         writers[:] = task.id
         self.needed_to_read[region.buffer].clear()
+        return None
 
     def _write_after_reads(self, task: Task, region: Region, begin: int, end: int) -> None:
         access = ("write-after-read", task.id, region)
@@ -222,11 +236,11 @@ class _BufferScan:
             if not read.overlaps(region):
                 continue
             if len(readers.tasks) == 1:
-                self.needs.task(access, readers.tasks[0])
+                self._needs(region.buffer).task(access, readers.tasks[0])
             else:
                 if readers.latest is None:
-                    readers.latest = self.order.frontier(readers.tasks)
-                self.needs.vector(access, readers.latest)
+                    readers.latest = self._needs(region.buffer).order.frontier(readers.tasks)
+                self._needs(region.buffer).vector(access, readers.latest)
             if self._all_written(read, readers, begin, end):
                 done.append(read)
         for read in done:  # whoever writes there next is ordered behind the tasks that have written since
@@ -279,7 +293,7 @@ class _ArenaScan:
     def __init__(self, graph: SMTaskGraph, order: Order, columns: _Columns) -> None:
         self.graph, self.order, self.columns = graph, order, columns
         self.needs = _Needs(order, itself=False)  # a task may not even write over what it reads itself
-        placed = {name: place for name, place in graph.arena.items() if name in columns.cuts and place.size > 0}
+        placed = {name: place for name, place in graph.arena.items() if name in columns.cuts and place.size > 0 and not graph.buffers[name].flagged}
         borders = np.array(sorted({b for p in placed.values() for b in (p.offset, p.offset + p.size)}), np.int64)
         self.occupants: dict[str, _Occupant] = {}
         for name, p in placed.items():

@@ -1,5 +1,9 @@
 """The happens-before relation of a scheduled graph, as vector clocks over the workers' queues.
 
+There are two of them. The one of *execution*: what has been done when a task goes on, by queues, counters and data that is its own
+flag. The one of *visibility*: what a task may rely on in memory. It knows queues and counters only, since a word that is its own flag
+says nothing of other words. Without carried events they are the same.
+
 Task a *happens before* task b when a has finished, with its writes visible, whenever b starts, whatever the timing. Two
 things order tasks: the place in a queue, and an event whose threshold equals the number of its signals (then all its
 producers are done when a waiter starts). A smaller threshold says nothing about any one producer: from the second step on
@@ -37,12 +41,13 @@ class Order:
     `worker`, `index`: int32 [tasks], queue of a task and its place there. `clock`: int32 [tasks, workers], the highest index
     in each queue known to happen before the task, -1: none. `topological`: int32 [tasks], ids in an order that respects it.
 
-    With `use_dependencies`, `graph.dependencies` count as edges too (for passes that run before events are made); without, only
-    what the program executes. Raises `OrderError` for a task in no queue or in two, for a cycle, for an unreachable threshold.
+    With `use_dependencies`, dependencies count as edges too (for passes that run before events are made); without, only
+    what the program executes. `carried`: with what data carries, the order of execution, else the order of visibility. Raises
+    `OrderError` for a task in no queue or in two, for a cycle, for an unreachable threshold.
     """
 
-    def __init__(self, graph: SMTaskGraph, use_dependencies: bool = False) -> None:
-        self.graph = graph
+    def __init__(self, graph: SMTaskGraph, use_dependencies: bool = False, carried: bool = True) -> None:
+        self.graph, self.carried = graph, carried
         self.worker, self.index = _places(graph)
         self.clock: NDArray[np.int32] = np.full((len(graph.tasks), max(len(graph.queues), 1)), -1, np.int32)
         self.topological: NDArray[np.int32] = _Propagation(self, use_dependencies).run()
@@ -124,7 +129,10 @@ class _Propagation:
                     self.producers[e].append(task.id)
         self.missing = [len(p) for p in self.producers]  # signals still to come
         self.event_clock: dict[int, NDArray[np.int32]] = {}
-        self.dependencies = graph.dependencies if use_dependencies else {}
+        self.carried = order.carried
+        self.dependencies: dict[int, list[frozenset[int]]] = {}
+        if use_dependencies:
+            self.dependencies = {t.id: graph.needs(t.id) for t in graph.tasks} if order.carried else graph.dependencies
         self.set_clock: dict[frozenset[int], NDArray[np.int32]] = {}  # tasks with the same needs share a set
         self.done = np.zeros(len(graph.tasks), np.bool_)
         self.waiting_for_event: dict[int, list[int]] = {}
@@ -150,7 +158,7 @@ class _Propagation:
 
     def _orders(self, event: int) -> bool:
         """Whether waiting for the event means waiting for all its producers of this step."""
-        if event == STEP_EVENT:
+        if event == STEP_EVENT or (self.graph.events[event].carried and not self.carried):
             return False
         signals, threshold = len(self.producers[event]), self.graph.events[event].threshold
         if threshold > signals:

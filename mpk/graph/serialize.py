@@ -25,7 +25,7 @@ from mpk.graph.tensor_graph import Operator, TensorGraph, Value, Weight
 from mpk.models.config import DecoderConfig
 
 FORMAT = "mpk.SMTaskGraph"
-VERSION = 1
+VERSION = 2
 REMEDY = "lower the model again and save its graph"
 
 Columns = dict[str, NDArray[Any]]
@@ -88,11 +88,12 @@ def _header(graph: SMTaskGraph) -> dict[str, Any]:
     return {
         "format": FORMAT, "version": VERSION, "target": graph.target, "num_workers": graph.num_workers, "max_rows": graph.max_rows,
         "dtype": graph.dtype, "config": tensors.config.to_json(),
-        "values": [[v.name, v.columns, v.rows, v.kind, v.element_bytes] for v in tensors.values.values()],
+        "values": [[v.name, v.columns, v.rows, v.kind, v.element_bytes, v.flagged] for v in tensors.values.values()],
         "weights": [[w.name, list(w.shape)] for w in tensors.weights.values()],
         "operators": [_operator_row(op) for op in tensors.operators],
-        "buffers": [[b.name, b.columns, b.rows, b.kind, b.element_bytes] for b in graph.buffers.values()],
+        "buffers": [[b.name, b.columns, b.rows, b.kind, b.element_bytes, b.flagged] for b in graph.buffers.values()],
         "arena": [[name, *place] for name, place in graph.arena.items()], "arena_bytes": graph.arena_bytes,
+        "flagged_begin": graph.flagged_begin, "flagged_bytes": graph.flagged_bytes,
         "weight_offsets": graph.weight_offsets, "weight_bytes": graph.weight_bytes, "param_offsets": graph.param_offsets,
         "limits": asdict(graph.limits) if graph.limits else None, "notes": graph.notes,
         "events_before_fusion": graph.events_before_fusion,
@@ -113,7 +114,7 @@ def _graph(header: dict[str, Any]) -> SMTaskGraph:
     graph = SMTaskGraph(tensors, header["target"], header["num_workers"], header["max_rows"], header["dtype"])
     graph.buffers = {row[0]: Buffer(*row) for row in header["buffers"]}
     graph.arena = {name: Allocation(offset, size) for name, offset, size in header["arena"]}
-    graph.arena_bytes = header["arena_bytes"]
+    graph.arena_bytes, graph.flagged_begin, graph.flagged_bytes = header["arena_bytes"], header["flagged_begin"], header["flagged_bytes"]
     graph.weight_offsets, graph.weight_bytes = dict(header["weight_offsets"]), header["weight_bytes"]
     graph.param_offsets = dict(header["param_offsets"])
     graph.limits = MachineLimits(**header["limits"]) if header["limits"] else None
@@ -154,21 +155,23 @@ def _columns(graph: SMTaskGraph) -> Columns:
         for r in (*t.reads, *t.writes):
             regions.setdefault(r, len(regions))
     sets: dict[frozenset[int], int] = {}
-    for needs in graph.dependencies.values():
+    for needs in (*graph.dependencies.values(), *graph.carried.values()):
         for s in needs:
             sets.setdefault(s, len(sets))
     columns: Columns = {
         "names": np.frombuffer(json.dumps([buffer_names, kind_names]).encode(), np.uint8),
         "tasks": np.array([(t.id, t.op, kind[t.kind], t.tile_begin, t.tile_end, t.worker, *t.cost) for t in graph.tasks], np.int64).reshape(-1, 9),
         "regions": np.array([(buffer[r.buffer], r.begin, r.end) for r in regions], np.int64).reshape(-1, 3),
-        "events": np.array([(e.id, e.threshold) for e in graph.events], np.int64).reshape(-1, 2),
+        "events": np.array([(e.id, e.threshold, e.carried) for e in graph.events], np.int64).reshape(-1, 3),
         "needing": np.fromiter(graph.dependencies, np.int64, len(graph.dependencies)),
+        "carrying": np.fromiter(graph.carried, np.int64, len(graph.carried)),
     }
     ragged: dict[str, Iterable[Sequence[int]]] = {
         "reads": ([regions[r] for r in t.reads] for t in graph.tasks), "writes": ([regions[r] for r in t.writes] for t in graph.tasks),
         "waits": (t.waits for t in graph.tasks), "signals": (t.signals for t in graph.tasks),
         "producers": (e.producers for e in graph.events), "queues": graph.queues,
         "need_sets": (sorted(s) for s in sets), "needs": ([sets[s] for s in needs] for needs in graph.dependencies.values()),
+        "carried": ([sets[s] for s in needs] for needs in graph.carried.values()),
     }
     for name, rows in ragged.items():
         columns[name], columns[f"{name}_length"] = _ragged(rows)
@@ -184,12 +187,13 @@ def _fill(graph: SMTaskGraph, columns: Columns) -> None:
         i, op, kind, begin, end, worker, *cost = row
         graph.tasks.append(Task(i, op, kind_names[_index(kind, kind_names)], begin, end, reads, writes, Cost(*cost), worker, tuple(wait),
                                 tuple(signal)))
-    for (i, threshold), producers in zip(columns["events"].tolist(), _unragged(columns, "producers"), strict=True):
-        graph.events.append(Event(i, tuple(producers), threshold))
+    for (i, threshold, carried), producers in zip(columns["events"].tolist(), _unragged(columns, "producers"), strict=True):
+        graph.events.append(Event(i, tuple(producers), threshold, bool(carried)))
     graph.queues = _unragged(columns, "queues")
     sets = [frozenset(s) for s in _unragged(columns, "need_sets")]
-    for task, needs in zip(columns["needing"].tolist(), _unragged(columns, "needs"), strict=True):
-        graph.dependencies[task] = [sets[_index(i, sets)] for i in needs]
+    for tasks, rows, out in (("needing", "needs", graph.dependencies), ("carrying", "carried", graph.carried)):
+        for task, needs in zip(columns[tasks].tolist(), _unragged(columns, rows), strict=True):
+            out[task] = [sets[_index(i, sets)] for i in needs]
 
 
 def _index(i: int, items: Sequence[Any]) -> int:

@@ -63,22 +63,28 @@ class Task:
 
 @dataclass(slots=True)
 class Event:
-    """A monotonic counter. Every producer adds one; waiters of step s need threshold * s (s counts from 1)."""
+    """A monotonic counter. Every producer adds one; waiters of step s need threshold * s (s counts from 1).
+
+    A `carried` event is no counter but stands for data that is its own flag: a waiter sees in the flagged buffers that it reads that all
+    producers have written there. It orders what tasks do, but makes nothing else visible that producers wrote.
+    """
 
     id: int
     producers: tuple[int, ...]
     threshold: int
+    carried: bool = False
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """Memory of an activation, of state, or of the key-value cache; `row_bytes` is columns times the element size."""
+    """Memory of an activation, of state, or of the key-value cache; `row_bytes` is columns times the element size. `flagged`: see `Value`."""
 
     name: str
     columns: int
     rows: str
     kind: str
     element_bytes: int
+    flagged: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -86,7 +92,7 @@ class Buffer:
 
 
 class Allocation(NamedTuple):
-    """Place of a buffer in the arena, in bytes."""
+    """Place of a buffer in the arena, in bytes; of a flagged one its first copy."""
 
     offset: int
     size: int
@@ -117,6 +123,8 @@ class SMTaskGraph:
     buffers: dict[str, Buffer] = field(default_factory=dict)
     arena: dict[str, Allocation] = field(default_factory=dict)
     arena_bytes: int = 0
+    flagged_begin: int = 0  # part of the arena with the first copy of all flagged buffers; the second follows `flagged_bytes` behind it
+    flagged_bytes: int = 0
     weight_offsets: dict[str, int] = field(default_factory=dict)  # packed matrices: TaskKind.packed_key -> byte offset
     weight_bytes: int = 0
     param_offsets: dict[str, int] = field(default_factory=dict)  # packed float32 parameters: operator name -> byte offset
@@ -127,6 +135,7 @@ class SMTaskGraph:
     model: Any = field(default=None, repr=False, compare=False)  # where the weights come from (mpk.frontend.LoadedModel); not saved
     # task -> sets of tasks it needs, before event fusion makes events of them (tasks with the same needs share a set)
     dependencies: dict[int, list[frozenset[int]]] = field(default_factory=dict)
+    carried: dict[int, list[frozenset[int]]] = field(default_factory=dict)  # likewise: those whose flagged data a task reads
 
     # ---- contents
     def operator(self, task: Task | int) -> Operator:
@@ -148,9 +157,9 @@ class SMTaskGraph:
             raise InternalError(f"dependency {before} -> {after} is against the sequential order")
         self.dependencies.setdefault(after, []).append(frozenset((before,)))
 
-    def add_event(self, producers: Iterable[int], consumers: Iterable[int]) -> Event:
+    def add_event(self, producers: Iterable[int], consumers: Iterable[int], carried: bool = False) -> Event:
         """A new event that `consumers` wait for and that needs all `producers`."""
-        event = Event(len(self.events), tuple(sorted(producers)), 0)
+        event = Event(len(self.events), tuple(sorted(producers)), 0, carried)
         event.threshold = len(event.producers)
         self.events.append(event)
         for t in event.producers:
@@ -160,9 +169,13 @@ class SMTaskGraph:
         return event
 
     # ---- order
+    def needs(self, task: int) -> list[frozenset[int]]:
+        """Sets of tasks that `task` needs, of both kinds, as long as no events have been made of them."""
+        return [*self.dependencies.get(task, ()), *self.carried.get(task, ())]
+
     def predecessors(self, task: int) -> set[int]:
         """Tasks that must be done before `task` starts, by events and dependencies (queues apart)."""
-        found: set[int] = set().union(*self.dependencies.get(task, ()))
+        found: set[int] = set().union(*self.needs(task))
         for e in self.tasks[task].waits:
             found.update(self.events[e].producers)
         return found
@@ -183,7 +196,7 @@ class SMTaskGraph:
         for task in self.tasks:
             if task.id in done or not all(e in armed or count[e] >= self.events[e].threshold for e in task.waits):
                 continue
-            if not all(s <= done for s in self.dependencies.get(task.id, ())) or (task.id in before and before[task.id] not in done):
+            if not all(s <= done for s in self.needs(task.id)) or (task.id in before and before[task.id] not in done):
                 continue
             ready.append(task.id)
         return ready
@@ -212,7 +225,7 @@ class SMTaskGraph:
         depth = [0] * len(self.tasks)
         event_depth: dict[int, int] = {}
         for t in self.tasks:  # the sequential order is a topological order
-            d = max((depth[p] for s in self.dependencies.get(t.id, ()) for p in s), default=0)
+            d = max((depth[p] for s in self.needs(t.id) for p in s), default=0)
             for e in t.waits:
                 if e not in event_depth:
                     event_depth[e] = max((depth[p] for p in self.events[e].producers if p < t.id), default=0)
@@ -229,13 +242,13 @@ class SMTaskGraph:
             g.add_node(f"t{t.id}", type="task", kind=t.kind, operator=self.operator(t).name, worker=t.worker,
                        tiles=(t.tile_begin, t.tile_end))
         for e in self.events:
-            g.add_node(f"e{e.id}", type="event", threshold=e.threshold)
+            g.add_node(f"e{e.id}", type="event", threshold=e.threshold, carried=e.carried)
             for p in e.producers:
                 g.add_edge(f"t{p}", f"e{e.id}", type="signal")
         for t in self.tasks:
             for ev in t.waits:
                 g.add_edge(f"e{ev}", f"t{t.id}", type="wait")
-            for p in set().union(*self.dependencies.get(t.id, ())):
+            for p in set().union(*self.needs(t.id)):
                 g.add_edge(f"t{p}", f"t{t.id}", type="dependency")
         for q in self.queues:
             for a, b in pairwise(q):

@@ -20,7 +20,8 @@ Scalar = bool | int | float | str
 class Value:
     """An activation: [rows, columns]. `kind`: activation, state (lives across steps) or cache (key-value cache).
 
-    `element_bytes`: 4 for what must be float32 (or int32) on every target; 0: as wide as the target keeps activations.
+    `element_bytes`: 4 for what must be float32 (or int32) on every target; 0: as wide as the target keeps activations. `flagged`: every
+    word says itself whether it has been written in this step, so that readers need no event.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Value:
     rows: str = "tokens"
     kind: str = "activation"
     element_bytes: int = 0
+    flagged: bool = False
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 from mpk.errors import GraphError
 from mpk.graph.sm_task_graph import Cost, Event, Region, SMTaskGraph, Task
 
-SCALARS = ("target", "num_workers", "max_rows", "dtype", "arena_bytes", "weight_bytes", "events_before_fusion")
+SCALARS = ("target", "num_workers", "max_rows", "dtype", "arena_bytes", "flagged_begin", "flagged_bytes", "weight_bytes", "events_before_fusion")
 _PLAIN = re.compile(r"[A-Za-z_][\w.+/-]*")
 _RESERVED = ("true", "false", "null")
 _REGION = re.compile(r'(?:("(?:[^"\\]|\\.)*")|([^\[\],"]+))\[(-?\d+):(-?\d+)\](?:,|$)')
@@ -52,26 +52,27 @@ def write(graph: SMTaskGraph, header: dict[str, Any]) -> str:
     lines = [f"{header['format']} version {header['version']}"]
     lines += [_line("set", key, value=header[key]) for key in SCALARS]
     lines += [_line("limits", "-", value=header["limits"]), _line("config", "-", value=header["config"])]
-    lines += [_line("value", n, columns=c, rows=r, kind=k, element_bytes=e) for n, c, r, k, e in header["values"]]
+    lines += [_line("value", n, columns=c, rows=r, kind=k, element_bytes=e, flagged=f) for n, c, r, k, e, f in header["values"]]
     lines += [_line("weight", n, shape=s) for n, s in header["weights"]]
     lines += [_line("operator", n, kind=k, inputs=list(i), outputs=list(o), weights=w, attrs=a, layer=layer)
               for n, k, i, o, w, a, layer in header["operators"]]
-    lines += [_line("buffer", n, columns=c, rows=r, kind=k, element_bytes=e) for n, c, r, k, e in header["buffers"]]
+    lines += [_line("buffer", n, columns=c, rows=r, kind=k, element_bytes=e, flagged=f) for n, c, r, k, e, f in header["buffers"]]
     lines += [_line("place", n, offset=o, size=s) for n, o, s in header["arena"]]
     lines += [_line("matrix", n, offset=o) for n, o in header["weight_offsets"].items()]
     lines += [_line("params", n, offset=o) for n, o in header["param_offsets"].items()]
     for t in graph.tasks:
         lines.append(_line("task", t.id, kind=t.kind, op=t.op, tiles=f"{t.tile_begin}:{t.tile_end}", worker=t.worker, reads=_regions(t.reads),
                            writes=_regions(t.writes), waits=_ids(t.waits), signals=_ids(t.signals), cost="/".join(map(str, t.cost))))
-    lines += [_line("event", e.id, threshold=e.threshold, producers=_ids(e.producers)) for e in graph.events]
+    lines += [_line("event", e.id, threshold=e.threshold, carried=e.carried, producers=_ids(e.producers)) for e in graph.events]
     lines += [_line("queue", w, tasks=_ids(q)) for w, q in enumerate(graph.queues)]
     sets: dict[frozenset[int], int] = {}
-    for task, needs in graph.dependencies.items():
-        for s in needs:
-            if s not in sets:
-                sets[s] = len(sets)
-                lines.append(_line("needset", sets[s], tasks=_ids(sorted(s))))
-        lines.append(_line("need", task, needs=_ids(sets[s] for s in needs)))
+    for word, all_needs in (("need", graph.dependencies), ("carry", graph.carried)):
+        for task, needs in all_needs.items():
+            for s in needs:
+                if s not in sets:
+                    sets[s] = len(sets)
+                    lines.append(_line("needset", sets[s], tasks=_ids(sorted(s))))
+            lines.append(_line(word, task, needs=_ids(sets[s] for s in needs)))
     lines += [f"note {json.dumps(note, ensure_ascii=False)}" for note in graph.notes]
     return "\n".join(lines) + "\n"
 
@@ -87,6 +88,7 @@ class _Reader:
         self.queues: list[list[int]] = []
         self.sets: list[frozenset[int]] = []
         self.needs: dict[int, list[frozenset[int]]] = {}
+        self.carried: dict[int, list[frozenset[int]]] = {}
 
     def line(self, line: str) -> None:
         kind, rest = line.split(" ", 1)
@@ -113,7 +115,7 @@ class _Reader:
         return [name, *(_value(f[k]) for k in keys)]
 
     def _value(self, name: str, f: dict[str, str]) -> None:
-        self.header["values"].append(self._row(name, f, "columns", "rows", "kind", "element_bytes"))
+        self.header["values"].append(self._row(name, f, "columns", "rows", "kind", "element_bytes", "flagged"))
 
     def _weight(self, name: str, f: dict[str, str]) -> None:
         self.header["weights"].append(self._row(name, f, "shape"))
@@ -122,7 +124,7 @@ class _Reader:
         self.header["operators"].append(self._row(name, f, "kind", "inputs", "outputs", "weights", "attrs", "layer"))
 
     def _buffer(self, name: str, f: dict[str, str]) -> None:
-        self.header["buffers"].append(self._row(name, f, "columns", "rows", "kind", "element_bytes"))
+        self.header["buffers"].append(self._row(name, f, "columns", "rows", "kind", "element_bytes", "flagged"))
 
     def _place(self, name: str, f: dict[str, str]) -> None:
         self.header["arena"].append(self._row(name, f, "offset", "size"))
@@ -140,7 +142,7 @@ class _Reader:
                                int(f["worker"]), tuple(_read_ids(f["waits"])), tuple(_read_ids(f["signals"]))))
 
     def _event(self, name: int, f: dict[str, str]) -> None:
-        self.events.append(Event(name, tuple(_read_ids(f["producers"])), int(f["threshold"])))
+        self.events.append(Event(name, tuple(_read_ids(f["producers"])), int(f["threshold"]), bool(_value(f["carried"]))))
 
     def _queue(self, name: int, f: dict[str, str]) -> None:
         self.queues.append(_read_ids(f["tasks"]))
@@ -151,8 +153,11 @@ class _Reader:
     def _need(self, name: int, f: dict[str, str]) -> None:
         self.needs[name] = [self.sets[i] for i in _read_ids(f["needs"])]
 
+    def _carry(self, name: int, f: dict[str, str]) -> None:
+        self.carried[name] = [self.sets[i] for i in _read_ids(f["needs"])]
+
     def fill(self, graph: SMTaskGraph) -> None:
-        graph.tasks, graph.events, graph.queues, graph.dependencies = self.tasks, self.events, self.queues, self.needs
+        graph.tasks, graph.events, graph.queues, graph.dependencies, graph.carried = self.tasks, self.events, self.queues, self.needs, self.carried
 
 
 def _read_ids(word: str) -> list[int]:

@@ -3,7 +3,8 @@
 Runs after `partition`. Dependencies are never written by hand: the regions of the task kinds are the only source. Tasks of
 one operator are independent of each other by construction, so the pass works operator by operator; tasks with equal needs
 share one frozenset, which keeps a graph of 132 workers and 80 layers (millions of pairs) small. Every task without a
-dependent is made a predecessor of `advance`, so that a step is over when `advance` runs.
+dependent is made a predecessor of `advance`, so that a step is over when `advance` runs. Flagged buffers, which are written once a
+step, give nothing but read-after-write dependencies, and these stand apart: the data itself carries them.
 """
 
 from __future__ import annotations
@@ -59,30 +60,32 @@ class _Accesses:
 
 
 def run(graph: SMTaskGraph) -> SMTaskGraph:
-    """Fill `graph.dependencies`."""
+    """Fill `graph.dependencies` and `graph.carried`."""
     writers: dict[str, _Accesses] = {}
     readers: dict[str, _Accesses] = {}
     for _, group in groupby(graph.tasks, key=lambda t: t.op):
         tasks = list(group)
         _check_independent(graph, tasks)
         for task in tasks:
-            needs = _needs(task, writers, readers)
-            if needs:
-                graph.dependencies[task.id] = needs
+            for out, flagged in ((graph.dependencies, False), (graph.carried, True)):
+                needs = _needs(graph, task, writers, readers, flagged)
+                if needs:
+                    out[task.id] = needs
         _record(tasks, writers, readers)
     _close_step(graph)
-    pairs = sum(len(s) for sets in graph.dependencies.values() for s in sets)
-    graph.notes.append(f"dependencies: {pairs} pairs of tasks from overlapping regions")
+    counted, carried = (sum(len(s) for sets in needs.values() for s in sets) for needs in (graph.dependencies, graph.carried))
+    graph.notes.append(f"dependencies: {counted} pairs of tasks from overlapping regions, and {carried} that flagged data carries")
     return graph
 
 
-def _needs(task: Task, writers: dict[str, _Accesses], readers: dict[str, _Accesses]) -> list[frozenset[int]]:
+def _needs(graph: SMTaskGraph, task: Task, writers: dict[str, _Accesses], readers: dict[str, _Accesses], flagged: bool) -> list[frozenset[int]]:
+    """What a task needs because of buffers that are flagged, or because of the others."""
     sets: dict[frozenset[int], None] = {}
     for region in (*task.reads, *task.writes):
-        if region.buffer in writers:
+        if region.buffer in writers and graph.buffers[region.buffer].flagged == flagged:
             sets[writers[region.buffer].overlapping(region.begin, region.end)] = None
     for region in task.writes:
-        if region.buffer in readers:
+        if region.buffer in readers and not flagged and not graph.buffers[region.buffer].flagged:
             sets[readers[region.buffer].overlapping(region.begin, region.end)] = None
     return [s for s in sets if s]
 
@@ -135,7 +138,7 @@ def _close_step(graph: SMTaskGraph) -> None:
     last = graph.tasks[-1]
     if last.kind != "advance":
         raise InternalError(f"the last task is {last.kind}, expected advance")
-    needed = frozenset().union(*{s for sets in graph.dependencies.values() for s in sets})
+    needed = frozenset().union(*{s for needs in (graph.dependencies, graph.carried) for sets in needs.values() for s in sets})
     sinks = frozenset(t.id for t in graph.tasks if t.id not in needed and t is not last)
     if sinks:
         graph.dependencies.setdefault(last.id, []).append(sinks)

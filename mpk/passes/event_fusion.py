@@ -1,10 +1,14 @@
 """Turn dependencies into as few event counters, waits and signals as the schedule allows.
 
-Runs after `schedule`. For every task, producers that are known to be done by queue order or through events waited for
+Runs after `schedule`. Of what flagged data carries it makes events that are no counters: they say what waits for what, and cost
+nothing. They make nothing visible but the data itself, so they are of no help to the others, which become counters.
+
+For every task, producers that are known to be done by queue order or through events waited for
 earlier are left out (vector clocks over queues); what remains of one task becomes one event, and tasks with the same
 remaining producers share it. Where a producer would have to signal more events of one operator than the target finds cheap,
 the events of that operator are merged into one that needs all its producers: waiting a little longer costs less than many
-signals. Event 0 is the step event: `advance` raises it, the first task of every queue waits for it.
+signals. Event 0 is the step event: `advance` raises it, the first task of every queue waits for it. `advance` itself waits, by counters,
+for the last task of every queue, so that whatever a step wrote is visible in the next one.
 """
 
 from __future__ import annotations
@@ -16,21 +20,28 @@ from mpk.targets.hardware import Target
 
 
 def run(graph: SMTaskGraph, target: Target) -> SMTaskGraph:
-    """Fill `graph.events` and every task's waits and signals; empties `graph.dependencies`."""
-    before = len(frozenset().union(*{s for sets in graph.dependencies.values() for s in sets}))
+    """Fill `graph.events` and every task's waits and signals; empties `graph.dependencies` and `graph.carried`."""
+    before = len(frozenset().union(*{s for needs in (graph.dependencies, graph.carried) for sets in needs.values() for s in sets}))
     graph.events_before_fusion = before
-    needs = _minimal_needs(graph)
-    needs = _merge_crowded(graph, needs, target.max_signals_per_task)
-    _make_events(graph, needs)
-    graph.dependencies = {}
+    counted = _minimal_needs(graph, graph.dependencies, {}, closes_step=True)
+    counted = _merge_crowded(graph, counted, target.max_signals_per_task)
+    carried = _minimal_needs(graph, graph.carried, graph.dependencies)
+    _make_events(graph, counted, carried)
+    graph.dependencies, graph.carried = {}, {}
+    counters = {e.id for e in graph.events if not e.carried}
     graph.notes.append(
-        f"event_fusion: {before} producers (one event each) -> {len(graph.events)} events, "
-        f"{sum(len(t.signals) for t in graph.tasks)} signals, {sum(len(t.waits) for t in graph.tasks)} waits")
+        f"event_fusion: {before} producers (one event each) -> {len(counters)} counters, "
+        f"{sum(e in counters for t in graph.tasks for e in t.signals)} signals, {sum(e in counters for t in graph.tasks for e in t.waits)} waits; "
+        f"{len(graph.events) - len(counters)} events that data carries")
     return graph
 
 
-def _minimal_needs(graph: SMTaskGraph) -> dict[int, frozenset[int]]:
-    """Task -> producers it must wait for explicitly."""
+def _minimal_needs(graph: SMTaskGraph, wanted: dict[int, list[frozenset[int]]], given: dict[int, list[frozenset[int]]],
+                   closes_step: bool = False) -> dict[int, frozenset[int]]:
+    """Task -> producers among those `wanted` that it must wait for explicitly; it waits for those `given` in any case.
+
+    closes_step: the last task, `advance`, must be behind all others.
+    """
     count, workers = len(graph.tasks), graph.num_workers
     place = np.zeros(count, dtype=np.int32)
     worker = np.fromiter((t.worker for t in graph.tasks), dtype=np.int32, count=count)
@@ -44,26 +55,37 @@ def _minimal_needs(graph: SMTaskGraph) -> dict[int, frozenset[int]]:
     newest: dict[frozenset[int], int] = {}
     unions: dict[tuple[frozenset[int], ...], frozenset[int]] = {}
     needs: dict[int, frozenset[int]] = {}
+
+    def joined(s: frozenset[int]) -> np.ndarray:
+        if s not in members:
+            members[s] = np.fromiter(s, dtype=np.int32, count=len(s))
+            set_clock[s] = clock[members[s]].max(axis=0)
+        return set_clock[s]
+
     for task in graph.tasks:
         mine = clock[task.id]
         if last_in_queue[task.worker] >= 0:
             np.maximum(mine, clock[last_in_queue[task.worker]], out=mine)
         # Later producers first: waiting for them often makes the earlier sets superfluous.
         left: list[frozenset[int]] = []
-        sets = graph.dependencies.get(task.id, [])
+        sets = wanted.get(task.id, [])
         for s in sets:
             if s not in newest:
                 newest[s] = max(s)
+        for s in given.get(task.id, ()):
+            np.maximum(mine, joined(s), out=mine)
         for s in sorted(sets, key=newest.__getitem__, reverse=True):
-            if s not in members:
-                members[s] = np.fromiter(s, dtype=np.int32, count=len(s))
-                set_clock[s] = clock[members[s]].max(axis=0)
+            joined(s)
             ids = members[s]
             known = mine[worker[ids]] > place[ids]
             if known.all():
                 continue
             left.append(s)  # whole, though some members may be known: tasks with equal needs then share one event
             np.maximum(mine, set_clock[s], out=mine)
+        if closes_step and task is graph.tasks[-1]:
+            open_queues = [w for w, last in enumerate(last_in_queue) if last >= 0 and w != task.worker and mine[w] <= place[last]]
+            if open_queues:
+                left.append(frozenset(last_in_queue[w] for w in open_queues))
         if left:
             key = tuple(left)
             needs[task.id] = unions.setdefault(key, frozenset().union(*left) if len(left) > 1 else left[0])
@@ -88,18 +110,19 @@ def _merge_crowded(graph: SMTaskGraph, needs: dict[int, frozenset[int]], limit: 
     return {t: merged.get(graph.tasks[t].op, s) for t, s in needs.items()}
 
 
-def _make_events(graph: SMTaskGraph, needs: dict[int, frozenset[int]]) -> None:
+def _make_events(graph: SMTaskGraph, counted: dict[int, frozenset[int]], carried: dict[int, frozenset[int]]) -> None:
     advance = graph.tasks[-1].id
     for t in graph.tasks:
         t.waits, t.signals = (), ()
     graph.events = []
     graph.add_event((advance,), sorted(queue[0] for queue in graph.queues if queue))
-    consumers: dict[frozenset[int], list[int]] = {}
-    for task in sorted(needs):
-        consumers.setdefault(needs[task], []).append(task)
+    consumers: dict[tuple[bool, frozenset[int]], list[int]] = {}
+    for is_carried, needs in ((False, counted), (True, carried)):
+        for task in sorted(needs):
+            consumers.setdefault((is_carried, needs[task]), []).append(task)
     signals: dict[int, list[int]] = {}
-    for producers, waiting in consumers.items():
-        event = Event(len(graph.events), tuple(sorted(producers)), len(producers))
+    for (is_carried, producers), waiting in consumers.items():
+        event = Event(len(graph.events), tuple(sorted(producers)), len(producers), is_carried)
         graph.events.append(event)
         for p in event.producers:
             signals.setdefault(p, []).append(event.id)

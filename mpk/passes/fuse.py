@@ -2,8 +2,9 @@
 
 Runs first: everything after it works on task kinds only. Requires a checked `TensorGraph` of plain operators. Guarantees that
 every operator is a task kind, that norms, biases, rotation, cache append, activation and residual additions are part of a
-product's prologue or epilogue, and that the residual stream is ONE buffer `x` updated in place. Declines (raises
-`ModelError` naming the operator) where a model's operators do not have that form: nothing is left unfused silently.
+product's prologue or epilogue, and that the residual stream is ONE buffer `x` updated in place; with flagged buffers, whose words are
+written once a step, every version of it has a buffer of its own (`x`, `l<n>.x1`, `l<n>.x2`). Declines (raises `ModelError` naming the
+operator) where a model's operators do not have that form: nothing is left unfused silently.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from mpk.tasks.packing import PANEL
 RESIDUAL = "x"
 
 
-def run(graph: TensorGraph, max_batch: int, append_in: str = "qkv", swiglu_columns: int = 16) -> TensorGraph:
+def run(graph: TensorGraph, max_batch: int, append_in: str = "qkv", swiglu_columns: int = 16, flagged: bool = False) -> TensorGraph:
     """Plain operators -> task kinds, sampling for `max_batch` sequences; the result shares the weights of `graph`.
 
     append_in: which task normalises and rotates heads and appends to the cache. "qkv": the product itself, a head a tile.
     "attention": the product of q, k and v is a plain one, and `rotary_attention` does the rest. swiglu_columns: output columns of
-    a tile of gate / up products.
+    a tile of gate / up products. flagged: activations of all rows are flagged (see `Value`).
     """
-    return _Fuser(graph, max_batch, append_in, swiglu_columns).run()
+    return _Fuser(graph, max_batch, append_in, swiglu_columns, flagged).run()
 
 
 @dataclass
@@ -37,8 +38,8 @@ class _NormedInput:
 
 
 class _Fuser:
-    def __init__(self, graph: TensorGraph, max_batch: int, append_in: str, swiglu_columns: int) -> None:
-        self.graph, self.max_batch, self.append_in, self.swiglu_columns = graph, max_batch, append_in, swiglu_columns
+    def __init__(self, graph: TensorGraph, max_batch: int, append_in: str, swiglu_columns: int, flagged: bool) -> None:
+        self.graph, self.max_batch, self.append_in, self.swiglu_columns, self.flagged = graph, max_batch, append_in, swiglu_columns, flagged
         self.produced = {out: op for op in graph.operators for out in op.outputs if op.kind != "advance"}
         self.uses: dict[str, int] = {}
         for op in graph.operators:
@@ -48,7 +49,7 @@ class _Fuser:
         self.taken: set[str] = set()  # operators already part of a fused one
         self.out: list[Operator] = []
         self.values: dict[str, Value] = {}
-        self.residual = ""  # plain value that the residual stream holds now
+        self.residual, self.residual_buffer = "", RESIDUAL  # plain value that the residual stream holds now, and where
 
     def run(self) -> TensorGraph:
         handlers = {"embedding": self._embedding, "attention": self._attention, "add": self._residual_add,
@@ -84,7 +85,8 @@ class _Fuser:
         return op
 
     def _value(self, name: str, columns: int, rows: str = "tokens", kind: str = "activation", element_bytes: int = 0) -> str:
-        self.values[name] = Value(name, columns, rows, kind, element_bytes)
+        flagged = self.flagged and rows == "tokens" and kind == "activation"
+        self.values[name] = Value(name, columns, rows, kind, element_bytes, flagged)
         return name
 
     def _emit(self, op: Operator, kind: str, inputs: tuple[str, ...], outputs: tuple[str, ...],
@@ -100,7 +102,7 @@ class _Fuser:
 
     def _buffer(self, value: str) -> str:
         if value == self.residual:
-            return RESIDUAL
+            return self.residual_buffer
         if value not in self.alias:
             raise ModelError(f"value {value} is used where it no longer holds (the residual stream is updated in place)")
         return self.alias[value]
@@ -180,8 +182,10 @@ class _Fuser:
         producer = self.produced.get(update)
         if producer is None or producer.kind != "linear" or stream != self.residual:
             raise ModelError(f"operator {op.name}: expected the residual stream plus a product")
-        given = self._input(producer)
-        self._linear(producer, given, "residual", dict(producer.weights), self.graph.config.hidden_size, RESIDUAL, (RESIDUAL,))
+        given, before, hidden = self._input(producer), self.residual_buffer, self.graph.config.hidden_size
+        if self.flagged:
+            self.residual_buffer = self._value(f"l{op.layer}.x{2 if f'l{op.layer}.x1' in self.values else 1}", hidden)
+        self._linear(producer, given, "residual", dict(producer.weights), hidden, self.residual_buffer, (before,))
         self.residual = op.outputs[0]
 
     def _swiglu(self, op: Operator) -> None:

@@ -3,7 +3,8 @@
 Runs after `event_fusion`, since only then is it known what happens before what. Two buffers may share bytes if every task
 that touches the first happens before every task that touches the second; nothing is assumed about timing. First fit in order
 of first use (Pisarchyk and Lee, arXiv 2001.03288, call this greedy by order). State and key-value caches have memory of
-their own. Packed matrices stand in program order, which is the order in which they are streamed.
+their own. Flagged buffers share bytes with nothing, since a word of theirs must stay empty until it is written, and have a part of
+the arena to themselves, twice. Packed matrices stand in program order, which is the order in which they are streamed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ALIGNMENT = 64  # bytes: a cache line, and more than any vector access needs
 
 
 def run(graph: SMTaskGraph) -> SMTaskGraph:
-    """Fill `arena`, `arena_bytes`, `weight_offsets`, `weight_bytes`; checks the scratch of every task kind."""
+    """Fill `arena`, `arena_bytes`, `flagged_begin`, `flagged_bytes`, `weight_offsets`, `weight_bytes`; checks the scratch of every task kind."""
     _place_activations(graph)
     _lay_out_weights(graph)
     _check_scratch(graph)
@@ -51,7 +52,7 @@ class _Life:
 
 
 def _place_activations(graph: SMTaskGraph) -> None:
-    order = Order(graph)
+    order = Order(graph, carried=False)
     touching: dict[str, list[int]] = {}
     for task in graph.tasks:
         for region in (*task.reads, *task.writes):
@@ -60,7 +61,7 @@ def _place_activations(graph: SMTaskGraph) -> None:
     total = 0
     for name, tasks in touching.items():  # in order of first use
         buffer = graph.buffers[name]
-        if buffer.kind != "activation":
+        if buffer.kind != "activation" or buffer.flagged:
             continue
         ids = np.unique(np.array(tasks))
         life = _Life(name, buffer_bytes(graph, buffer), order.frontier(tasks), order.clock[ids].min(axis=0))
@@ -69,8 +70,14 @@ def _place_activations(graph: SMTaskGraph) -> None:
         placed.append(life)
         total += life.size
     graph.arena = {p.name: Allocation(p.offset, p.size) for p in placed}
-    graph.arena_bytes = max((p.offset + p.size for p in placed), default=0)
-    graph.notes.append(f"memory: {len(placed)} activations of {total} bytes in an arena of {graph.arena_bytes}")
+    begin = end = max((p.offset + p.size for p in placed), default=0)
+    flagged = [b for b in (graph.buffers[name] for name in touching) if b.flagged]
+    for buffer in flagged:
+        graph.arena[buffer.name] = Allocation(end, buffer_bytes(graph, buffer))
+        end += graph.arena[buffer.name].size
+    graph.flagged_begin, graph.flagged_bytes = begin, end - begin
+    graph.arena_bytes = end + graph.flagged_bytes
+    graph.notes.append(f"memory: {len(placed)} activations of {total} bytes in {begin}, {len(flagged)} flagged ones of twice {end - begin} bytes")
 
 
 def _first_gap(blocked: list[tuple[int, int]], size: int) -> int:

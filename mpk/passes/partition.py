@@ -63,7 +63,7 @@ def declare_buffers(out: SMTaskGraph, options: Options, target: Target) -> None:
     graph = out.tensor_graph
     for value in graph.values.values():
         size = ELEMENT_BYTES[options.dtype] if value.kind == "cache" else value.element_bytes or target.activation_bytes
-        out.buffers[value.name] = Buffer(value.name, value.columns, value.rows, value.kind, size)
+        out.buffers[value.name] = Buffer(value.name, value.columns, value.rows, value.kind, size, value.flagged)
     for op in graph.operators:
         for buffer in kind_of(op).extra_buffers(op, graph):
             out.buffers.setdefault(buffer.name, buffer)

@@ -17,7 +17,7 @@ from mpk.targets.hardware import Target
 def tensor_passes(target: Target, options: Options) -> list[tuple[str, Callable[[TensorGraph], TensorGraph]]]:
     """Passes from TensorGraph to TensorGraph, in order."""
     passes = [
-        ("fuse", lambda g: fuse.run(g, options.max_batch, target.append_in, target.swiglu_columns)),
+        ("fuse", lambda g: fuse.run(g, options.max_batch, target.append_in, target.swiglu_columns, target.flagged)),
         ("split_attention", lambda g: split_attention.run(g, target.workers)),
     ]
     if target.backend == "cuda":

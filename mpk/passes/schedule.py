@@ -33,7 +33,7 @@ def run(graph: SMTaskGraph, target: Target) -> SMTaskGraph:
     for task in graph.tasks:
         if task.op != previous_op:
             previous_op, taken = task.op, np.zeros(workers, dtype=np.int64)
-        sets = graph.dependencies.get(task.id, [])
+        sets = graph.needs(task.id)
         for s in sets:
             if s not in ready_of:
                 ready_of[s] = float(max(finish[list(s)])) + target.event_latency.value

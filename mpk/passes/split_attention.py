@@ -42,7 +42,7 @@ def run(graph: TensorGraph, workers: int) -> TensorGraph:
         heads, head_dim = int(op.attrs["heads"]), int(op.attrs["head_dim"])
         partial = f"l{op.layer}.partial"
         # one partial result a (query head, split): head_dim sums, the running maximum, the running denominator
-        values[partial] = Value(partial, heads * splits * (head_dim + 2), element_bytes=4)
+        values[partial] = Value(partial, heads * splits * (head_dim + 2), element_bytes=4, flagged=graph.values[op.outputs[0]].flagged)
         attrs = {**op.attrs, "splits": splits}
         operators.append(replace(op, outputs=(partial, *op.outputs[1:]), attrs=attrs))
         operators.append(Operator(f"l{op.layer}.combine", "attention_combine", (partial,), op.outputs[:1], {}, attrs, op.layer))

@@ -9,6 +9,9 @@ weight offsets. It guarantees, or refuses with the first fault found:
 - steps do not overlap: every task starts after the step event and ends before `advance`, which alone signals that event;
 - accesses in conflict are ordered as in the sequential order, also through bytes of the arena that buffers share
   (`mpk.graph.hazards`), and nothing is read that the same step did not write;
+- flagged buffers, whose words say themselves that they have been written: each word is written once a step; what such data is said to
+  order, its readers really wait for; nothing else relies on it, since it makes no other memory visible (`mpk.graph.order`). So steps
+  are closed by counters, which makes clearings, caches and the step itself visible to the next one;
 - memory: allocations large enough, inside the arena, state apart from the rest; packed weights apart; within the limits.
 
 By induction over steps a proof for one step is a proof for all: no task of a step starts before `advance` of the step before,
@@ -73,8 +76,12 @@ class _Proof:
     kinds: Mapping[str, TaskKind]
 
     @cached_property
-    def order(self) -> Order:
+    def executed(self) -> Order:
         return Order(self.graph)
+
+    @cached_property
+    def visible(self) -> Order:
+        return Order(self.graph, carried=False) if any(e.carried for e in self.graph.events) else self.executed
 
     @cached_property
     def advance(self) -> Task | None:
@@ -160,6 +167,30 @@ def _events(proof: _Proof) -> Fault | None:
         if event.threshold > len(signalled[i]):
             return Fault("threshold", f"unreachable threshold: event {i} needs {event.threshold} signals a step, but {len(signalled[i])} "
                          f"tasks signal it{_some(proof, signalled[i])}", event.producers, (), (i,))
+    return _carried_events(proof)
+
+
+def _carried_events(proof: _Proof) -> Fault | None:
+    """Who waits for an event that data carries reads flagged data of every producer."""
+    graph = proof.graph
+    writes = {e.id: [[r for r in graph.tasks[p].writes if graph.buffers[r.buffer].flagged] for p in e.producers] for e in graph.events if e.carried}
+    unread: dict[tuple[int, tuple[Region, ...]], int | None] = {}  # tasks share regions
+    for event in (graph.events[e] for e in writes):
+        if event.id == STEP_EVENT or event.threshold != len(event.producers):
+            return Fault("carried", f"event {event.id} is said to be carried by data, which is all its producers have written or nothing, but its "
+                         f"threshold is {event.threshold} of {len(event.producers)}", event.producers, (), (event.id,))
+    for task in graph.tasks:
+        for e in task.waits:
+            if e not in writes:
+                continue
+            key = (e, task.reads)
+            if key not in unread:
+                unread[key] = next((i for i, regions in enumerate(writes[e]) if not any(w.overlaps(r) for w in regions for r in task.reads)), None)
+            place = unread[key]
+            if place is not None:
+                producer = graph.events[e].producers[place]
+                return Fault("carried", f"event {e} is said to be carried by data, but {proof.name(task.id)}, which waits for it, reads no flagged "
+                             f"data of {proof.name(producer)}", (producer, task.id), (), (e,))
     return None
 
 
@@ -240,7 +271,7 @@ def _list(regions: Sequence[Region]) -> str:
 def _deadlock(proof: _Proof) -> Fault | None:
     """No cycle through queues and events."""
     try:
-        proof.order  # noqa: B018 - made on first use
+        proof.executed  # noqa: B018 - made on first use
     except OrderError as error:
         return Fault(error.kind, str(error), error.tasks, (), error.events)
     return None
@@ -248,7 +279,7 @@ def _deadlock(proof: _Proof) -> Fault | None:
 
 def _step(proof: _Proof) -> Fault | None:
     """Steps follow each other: all tasks after the step event, all before `advance`, which alone signals it."""
-    graph, order, advance = proof.graph, proof.order, proof.advance
+    graph, order, advance = proof.graph, proof.visible, proof.advance
     if advance is None:
         return Fault("step", "no task of kind advance, so no step would ever follow")
     if not graph.events:
@@ -266,8 +297,12 @@ def _step(proof: _Proof) -> Fault | None:
     late[advance.id] = False
     if late.any():
         t = int(order.topological[late[order.topological]][-1])
-        return Fault("step", f"step not closed: {proof.name(advance.id)} does not wait for {proof.name(t)}, so the next step could start "
-                     "before this one is over", (t, advance.id), (), (STEP_EVENT,))
+        if proof.executed.happens_before(t, advance.id):
+            why = " by counters, so the next step might not see what it wrote"
+        else:
+            why = ", so the next step could start before this one is over"
+        return Fault("step", f"step not closed: {proof.name(advance.id)} does not wait for {proof.name(t)}{why}",
+                     (t, advance.id), (), (STEP_EVENT,))
     return None
 
 
@@ -280,7 +315,7 @@ def _after_step_event(graph: SMTaskGraph, order: Order) -> np.ndarray:
 
 
 def _accesses(proof: _Proof) -> Fault | None:
-    return find_hazard(proof.graph, proof.order)
+    return find_hazard(proof.graph, proof.visible, proof.executed)
 
 
 # ---- memory
@@ -294,7 +329,7 @@ def _memory(proof: _Proof) -> Fault | None:
         fault = _place(graph, name, place)
         if fault is not None:
             return fault
-    return _separate_state(graph) or _weights(proof)
+    return _separate_state(graph) or _flagged(graph) or _weights(proof)
 
 
 def _place(graph: SMTaskGraph, name: str, place: Allocation) -> Fault | None:
@@ -321,6 +356,25 @@ def _separate_state(graph: SMTaskGraph) -> Fault | None:
                 break
             if {graph.buffers[name].kind, graph.buffers[other].kind} != {"activation"}:
                 return Fault("memory", f"{name} and {other} share bytes {other_begin}:{stop} of the arena, but one of them lives across steps")
+    return None
+
+
+def _flagged(graph: SMTaskGraph) -> Fault | None:
+    """Flagged buffers have both copies to themselves."""
+    begin, size = graph.flagged_begin, graph.flagged_bytes
+    if begin < 0 or size < 0 or begin % ALIGNMENT or size % ALIGNMENT or begin + 2 * size > graph.arena_bytes:
+        return Fault("memory", f"flagged buffers have twice {size} bytes from byte {begin} of the arena, expected multiples of {ALIGNMENT} within "
+                     f"its {graph.arena_bytes}")
+    last, last_end = "", begin
+    for place, name in sorted((p, n) for n, p in graph.arena.items()):
+        end = place.offset + place.size
+        if graph.buffers[name].flagged:
+            if place.offset < last_end or end > begin + size:
+                what = f"shares bytes with {last}" if last and place.offset < last_end else "is not all in the first copy of flagged buffers"
+                return Fault("memory", f"{name} is flagged and lies at bytes {place.offset}:{end}, but {what} (bytes {begin}:{begin + size})")
+            last, last_end = name, end
+        elif place.size and place.offset < begin + 2 * size and end > begin:
+            return Fault("memory", f"{name} lies at bytes {place.offset}:{end}, but flagged buffers have bytes {begin}:{begin + 2 * size} to themselves")
     return None
 
 

@@ -77,8 +77,9 @@ class Memory:
         check(self.device.driver.cuMemcpyDtoH(out.ctypes.data, self.address + offset, out.nbytes), "copy from the device")
         return out
 
-    def fill(self, byte: int = 0) -> None:
-        check(self.device.driver.cuMemsetD8(self.address, byte, self.size), "fill device memory")
+    def fill(self, byte: int = 0, offset: int = 0, size: int | None = None) -> None:
+        """Set `size` bytes (default: all) from `offset` on."""
+        check(self.device.driver.cuMemsetD8(self.address + offset, byte, self.size if size is None else size), "fill device memory")
 
     def free(self) -> None:
         if self.address:

@@ -141,7 +141,7 @@ class CudaExecutor:
     # ---- one run
     def start(self, logits: np.ndarray | None, spans: np.ndarray | None, span_count: np.ndarray | None, watched: bool) -> None:
         """Send the state and make the arguments; `watched`: somebody polls for tokens while the program runs."""
-        device, state = self.program.device, self.state
+        device, state, graph = self.program.device, self.state, self.engine.graph
         device.use()
         for name in self.SENT:
             self.memory[name].upload(self.arrays[name])
@@ -149,6 +149,8 @@ class CudaExecutor:
             length = int(sequence["length"])
             self.memory["tokens"].upload(state.tokens[slot, :length], slot * state.max_context * 4)
         self.events.fill(0)
+        if graph.flagged_bytes:
+            self.memory["arena"].fill(0xFF, graph.flagged_begin, 2 * graph.flagged_bytes)  # EMPTY of flagged.cuh
         self.stop.fill(0)
         self.memory["stall"].fill(0)
         self._outputs = {}
@@ -227,9 +229,10 @@ class CudaExecutor:
     def _hang_text(self) -> str:
         graph = self.engine.graph
         stall = earliest(self.program.device.download_beside(self.side_stream, self.memory["stall"], layout.dtype("Stall"), graph.num_workers))
-        names = sorted({graph.operator(t).name for t in graph.events[int(stall["event"])].producers})
+        event = int(stall["event"])
+        names = sorted({graph.operator(t).name for t in graph.events[event].producers}) if event >= 0 else ["data of another task"]
         return (f"no progress for {self.stall_limit_s:g} s, and a task does not end: worker {stall['worker']} waits in step {stall['step']} at task "
-                f"{stall['task']} ({graph.operator(int(stall['task'])).name}) for event {stall['event']} ({', '.join(names[:4])}), expected "
+                f"{stall['task']} ({graph.operator(int(stall['task'])).name}) for event {event} ({', '.join(names[:4])}), expected "
                 f"{stall['expected']}, seen {stall['seen']}; the device has to be reset by ending this process")
 
     def _shift_times(self, launched: int) -> None:

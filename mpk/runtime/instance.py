@@ -192,9 +192,10 @@ class Instance:
     def _stall_text(self) -> str:
         s, graph = self.state.stall[0], self.engine.graph
         task = graph.tasks[int(s["task"])]
-        return (f"no progress for {self.stall_limit_s:g} s: worker {s['worker']} waits in step {s['step']} at task {task.id} "
-                f"({graph.operator(task).name}, tiles {task.tile_begin} to {task.tile_end}) for event {s['event']}, "
-                f"expected {s['expected']}, seen {s['seen']}")
+        where = f"worker {s['worker']} waits in step {s['step']} at task {task.id} ({graph.operator(task).name}, tiles {task.tile_begin} to {task.tile_end})"
+        what = {layout.STALL_WEIGHTS: "weights that do not come", layout.STALL_DATA: "data that nobody writes"}.get(
+            int(s["event"]), f"event {s['event']}, expected {s['expected']}, seen {s['seen']}")
+        return f"no progress for {self.stall_limit_s:g} s: {where} for {what}"
 
     # ---- results
     def _result(self, options: list[SamplingOptions], start: int) -> GenerateResult:

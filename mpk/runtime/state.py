@@ -132,7 +132,7 @@ class State:
         """The `Launch` of one run over memory at `addresses` (by the names of its fields), which must outlive the run."""
         graph, out = self.graph, np.zeros(1, layout.dtype("Launch"))
         values = {
-            "logits_out_positions": logits_positions, "max_batch": self.max_batch,
+            "logits_out_positions": logits_positions, "flagged_stride": graph.flagged_bytes, "max_batch": self.max_batch,
             "max_rows": graph.max_rows, "max_context": self.max_context, "max_pages": self.max_pages, "num_pages": self.num_pages,
             "workers": graph.num_workers, "span_capacity": span_capacity,
             "scratch_bytes": scratch_bytes, "stall_limit_ns": int(stall_limit_s * 1e9), "num_events": len(graph.events),

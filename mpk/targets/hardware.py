@@ -61,6 +61,7 @@ class Target:
     max_rows: int = 256  # token rows of one step, at most
     append_in: str = "qkv"  # which task rotates queries and keys and appends to the cache: "qkv" or "attention"
     swiglu_columns: int = 16  # output columns of a tile of a gate / up product
+    flagged: bool = False  # activations are their own flags (mpk.graph.tensor_graph.Value)
     activation_bytes: int = 4  # of an element of an activation: 4 (float32) or 2 (bf16)
     device: str = ""  # part of the name by which a GPU's driver calls it
     kernel: KernelPlan | None = None  # of the `cuda` back end
@@ -109,6 +110,7 @@ def load(name: str) -> Target:
         max_signals_per_task=int(data["limits"]["max_signals_per_task"]),
         append_in=str(data.get("fusion", {}).get("append_in", "qkv")),
         swiglu_columns=int(data.get("fusion", {}).get("swiglu_columns", 16)),
+        flagged=bool(data.get("fusion", {}).get("flagged", False)),
         activation_bytes=int(data.get("fusion", {}).get("activation_bytes", 4)),
         device=str(data.get("device", "")), kernel=_kernel_plan(data["kernel"]) if "kernel" in data else None,
     )

@@ -77,6 +77,9 @@ class TaskKind(ABC):
     # How the CUDA back end keeps the operator's matrix: "" (it has none), "rows" (row-major, for gathering) or "stages" (fragments
     # in the order in which the block that computes them streams them, see mpk/codegen/stages.py).
     cuda_form: str = ""
+    # CUDA back end: whether a block's fast warps may begin a task of this kind while slow ones are in another one of the kind (they share
+    # scratch memory, so the device code has to see to it).
+    overlaps: bool = False
 
     @abstractmethod
     def tiles(self, op: Operator, graph: TensorGraph) -> int:

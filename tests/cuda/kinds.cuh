@@ -5,12 +5,12 @@
 struct TestLaunch {
   uint64_t weights, params, arena, kv, step, segments, row_token, row_slot, row_position, logit_row, sequences, tokens, page_table;
   uint64_t free_pages, free_page_count, chosen_logprob, top_logprob, top_token, logits_out, token_ns, cancel;
-  int64_t logits_out_positions;
+  int64_t logits_out_positions, flagged_stride;
   uint64_t instructions;  // Instruction [blocks]
   uint64_t times;         // int64 [repeats][blocks] nanoseconds, or 0
   uint64_t arrivals;      // uint64, zeroed: the barrier between repetitions
   uint64_t places;        // of kinds of prompt steps
-  int32_t max_batch, max_rows, max_context, max_pages, num_pages, opcode, repeats, layers, prompt_room;
+  int32_t max_batch, max_rows, max_context, max_pages, num_pages, opcode, repeats, layers, previous_rows, prompt_room;
 };
 
 template <class T>
@@ -24,7 +24,7 @@ __device__ mpk::Context context_of(const TestLaunch& t) {
   c.logit_row = at<int32_t>(t.logit_row), c.sequences = at<mpk::Sequence>(t.sequences), c.tokens = at<int32_t>(t.tokens);
   c.page_table = at<int32_t>(t.page_table), c.free_pages = at<int32_t>(t.free_pages), c.free_page_count = at<int32_t>(t.free_page_count);
   c.chosen_logprob = at<float>(t.chosen_logprob), c.top_logprob = at<float>(t.top_logprob), c.top_token = at<int32_t>(t.top_token);
-  c.logits_out = at<float>(t.logits_out), c.logits_out_positions = t.logits_out_positions;
+  c.logits_out = at<float>(t.logits_out), c.logits_out_positions = t.logits_out_positions, c.flagged_stride = t.flagged_stride;
   c.token_ns = at<int64_t>(t.token_ns), c.cancel = at<int32_t>(t.cancel);
   c.places = at<int64_t>(t.places), c.prompt_room = t.prompt_room;
   c.max_batch = t.max_batch, c.max_rows = t.max_rows, c.max_context = t.max_context, c.max_pages = t.max_pages, c.num_pages = t.num_pages;
@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(mpk::BLOCK_THREADS, 1) run_kind(con
   b.sm = int(blockIdx.x), b.sms = int(gridDim.x), b.thread = thread, b.warp = thread / 32, b.lane = thread % 32, b.scratch = scratch, b.step = &step;
   __shared__ mpk::Context c;
   __shared__ mpk::Instruction i;
-  if (thread == 0) c = context_of(t), read_step(c, step);
+  if (thread == 0) c = context_of(t), read_step(c, step), step.previous_rows = t.previous_rows;
   for (int r = 0; r < t.repeats; ++r) {
     if (thread == 0) {
       i = at<mpk::Instruction>(t.instructions)[blockIdx.x];

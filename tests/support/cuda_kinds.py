@@ -6,7 +6,7 @@ import functools
 import hashlib
 import itertools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ THREADS, SCRATCH_BYTES = 256, 64 * 1024  # of block.cuh
 BLOCK_THREADS, POOL_BYTES = 384, 224 * 1024  # with loaders; all memory of a block, for kinds of prompt steps
 POINTERS = ("weights", "params", "arena", "kv", "step", "segments", "row_token", "row_slot", "row_position", "logit_row", "sequences", "tokens",
             "page_table", "free_pages", "free_page_count", "chosen_logprob", "top_logprob", "top_token", "logits_out", "token_ns", "cancel")
-SIZES = ("max_batch", "max_rows", "max_context", "max_pages", "num_pages", "opcode", "repeats", "layers", "prompt_room")
-LAUNCH = np.dtype([*((n, "<u8") for n in POINTERS), ("logits_out_positions", "<i8"), ("instructions", "<u8"), ("times", "<u8"),
+SIZES = ("max_batch", "max_rows", "max_context", "max_pages", "num_pages", "opcode", "repeats", "layers", "previous_rows", "prompt_room")
+LAUNCH = np.dtype([*((n, "<u8") for n in POINTERS), ("logits_out_positions", "<i8"), ("flagged_stride", "<i8"), ("instructions", "<u8"), ("times", "<u8"),
                    ("arrivals", "<u8"), ("places", "<u8"), *((n, "<i4") for n in SIZES)], align=True)
 
 
@@ -86,6 +86,10 @@ def shared_bytes(kind: str) -> int:
     return POOL_BYTES + 1024 if kind.startswith("prompt_") else SCRATCH_BYTES
 
 
+EMPTY = 0xFF  # bytes of flagged words that have not been written
+STEP = 1  # number of the step that tests run, so flagged buffers are in their second copy
+
+
 class Machine:
     """Device memory by the names of the context's fields, and buffers in an arena; everything is downloaded by name."""
 
@@ -97,6 +101,7 @@ class Machine:
         self.memory: dict[str, Any] = {}
         self.arrays: dict[str, np.ndarray] = {}
         self.offsets: dict[str, int] = {}
+        self.flagged: set[str] = set()
 
     def put(self, name: str, array: np.ndarray) -> None:
         """Upload `array` as field `name` of the context."""
@@ -105,26 +110,39 @@ class Machine:
         self.memory[name].upload(array)
         self.launch[name] = self.memory[name].address
 
-    def buffers(self, **buffers: np.ndarray) -> None:
-        """Upload buffers into one arena."""
-        total = 0
+    def buffers(self, flagged: Collection[str] = (), previous_rows: int = 0, **buffers: np.ndarray) -> None:
+        """Upload buffers into one arena; `flagged`: names of those that are. Their other copy is empty but for `previous_rows` rows."""
+        total, self.flagged = 0, set(flagged)
         for name, array in buffers.items():
             self.offsets[name] = total
             total += -(-array.nbytes // 256) * 256
-        arena = np.zeros(total, np.uint8)
+        self.launch["flagged_stride"], self.launch["previous_rows"] = total, previous_rows
+        arena = np.full(2 * total, EMPTY, np.uint8)
         for name, array in buffers.items():
-            arena[self.offsets[name] : self.offsets[name] + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            begin = self._place(name, 0)
+            arena[begin : begin + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            if name in self.flagged:
+                begin = self._place(name, 1)
+                arena[begin : begin + array[:previous_rows].nbytes] = 0x5A
             self.arrays[name] = array
         self.put("arena", arena)
+
+    def _place(self, name: str, step: int) -> int:
+        """Byte offset of a buffer in the copy of this step (0) or of the one before (1)."""
+        return int(self.offsets[name] + (int(self.launch["flagged_stride"][0]) if name in self.flagged and (STEP + step) % 2 else 0))
 
     def get(self, name: str) -> np.ndarray:
         """The present contents of a field or buffer, in the shape that was uploaded."""
         array = self.arrays[name]
         if name in self.offsets:
-            data: np.ndarray = self.memory["arena"].download(np.uint8, array.nbytes, self.offsets[name])
+            data: np.ndarray = self.memory["arena"].download(np.uint8, array.nbytes, self._place(name, 0))
         else:
             data = self.memory[name].download(np.uint8, array.nbytes)
         return data.view(array.dtype).reshape(array.shape)
+
+    def is_cleared(self, name: str) -> bool:
+        """Whether the other copy of a flagged buffer is empty."""
+        return bool((self.memory["arena"].download(np.uint8, self.arrays[name].nbytes, self._place(name, 1)) == EMPTY).all())
 
     def run(self, kind: str, constants: Mapping[str, Scalar], operands: Sequence[str], ranges: Iterable[tuple[int, int]], repeats: int = 1,
             layers: int = 1, iargs: tuple[int, int] = (0, 0)) -> np.ndarray:
@@ -164,7 +182,7 @@ def put_step(m: Machine, segments: Sequence[tuple[int, int, int]], tokens: np.nd
         table[n] = (slot, row, rows, position)
         slots[row : row + rows], positions[row : row + rows] = slot, np.arange(position, position + rows)
         row += rows
-    step["number"], step["rows"], step["logit_rows"], step["segments"] = 1, row, len(logit_rows), len(segments)
+    step["number"], step["rows"], step["logit_rows"], step["segments"] = STEP, row, len(logit_rows), len(segments)
     padded = np.zeros(max(max_rows, 32), np.int32)
     padded[: len(tokens)] = tokens
     logit = np.zeros(max(max_rows, 32), np.int32)

@@ -253,7 +253,7 @@ class Run:
         instruction = np.zeros(1, layout.dtype("Instruction"))
         instruction["tile_begin"], instruction["tile_end"], instruction["weights"], instruction["params"] = begin, end, 0, 0
         names = self.kind.buffers(self.case.op, self.case.graph)
-        instruction["operand"] = [offsets[names[n]] for n in self.kind.operands] + [-1] * (layout.MAX_OPERANDS - len(self.kind.operands))
+        instruction["operand"] = [offsets[names[n]] if n in names else -1 for n in self.kind.operands] + [-1] * (layout.MAX_OPERANDS - len(self.kind.operands))
         self._call(b, arena, pages, instruction)
         out = {n: arena[offsets[n] : offsets[n] + x.nbytes].view(np.float32).reshape(x.shape).copy() for n, x in self.buffers.items()}
         return out, pages

@@ -1,7 +1,8 @@
 // linear: 16 rows of weights a tile (16 output columns, or 8 gate and 8 up rows), times up to 16 rows of input, on tensor cores.
 //
-// Operands: input [rows][k] bf16, output [rows][n] bf16 (float32 for gathered logits). Parameters: norm [k] if V::norm, then bias if
-// V::bias (padded to whole panels; swiglu: gate, then up). Variant: n, k, eps, norm, bias, epilogue, gather_logit_rows.
+// Operands: input [rows][k] bf16, output [rows][n] bf16 (float32 for gathered logits), residual [rows][n] bf16, what is added to the
+// product if V::epilogue says so (it may be the output itself); all but float32 ones are flagged. Parameters: norm [k] if V::norm, then bias
+// if V::bias (padded to whole panels; swiglu: gate, then up). Variant: n, k, eps, norm, bias, epilogue, gather_logit_rows.
 //
 // Weights are the A operand of mma.m16n8k16, activations B. Each of the 8 warps owns a contiguous eighth of the columns; sums over
 // warps are taken in a fixed order, once a group of up to 8 tiles. Weights stand in fragment order, with columns permuted inside each 32
@@ -9,7 +10,7 @@
 //   step s, lane 4 g + q: W[g][8 q + 4 s + 0, 1], W[g + 8][same], W[g][8 q + 4 s + 2, 3], W[g + 8][same].
 // A norm's weight multiplies the input (rounded to bf16 once); its scale, one number a row, multiplies the sums.
 #pragma once
-#include "mpk/block.cuh"
+#include "mpk/flagged.cuh"
 
 namespace mpk::linear {
 
@@ -60,49 +61,50 @@ struct SliceInput {
     const uint32_t slice = shared_address(b.scratch) + b.warp * S::warp_columns * 2;
     const int first = b.warp * S::warp_columns;
     const bf16* row = x + (V::gather_logit_rows ? int64_t(b.step->logit_row[0]) * S::k : 0);
-    uint4 v[each];
+    const auto from = [&](int i) -> const bf16* {
+      const int piece = i * 32 + b.lane, column = first + piece * 8;
+      return piece < pieces && column < S::k ? row + column : nullptr;
+    };
     float4 g[V::norm ? each : 1][2];
     if constexpr (V::norm) {  // constant, so it need not wait
 #pragma unroll
       for (int i = 0; i < each; ++i) {
-        const int piece = i * 32 + b.lane, column = first + piece * 8;
-        const float4* from = reinterpret_cast<const float4*>(norm + column);
-        if (piece < pieces && column < S::k) g[i][0] = __ldg(from), g[i][1] = __ldg(from + 1);
+        const float4* weights = reinterpret_cast<const float4*>(norm + first + (i * 32 + b.lane) * 8);
+        if (from(i) != nullptr) g[i][0] = __ldg(weights), g[i][1] = __ldg(weights + 1);
       }
     }
     b.wait();
+    uint4 v[each];
 #pragma unroll
-    for (int i = 0; i < each; ++i) {
-      const int piece = i * 32 + b.lane, column = first + piece * 8;
-      v[i] = uint4{};
-      if (piece < pieces && column < S::k) v[i] = load_16(row + column);
-    }
+    for (int i = 0; i < each; ++i) v[i] = from(i) != nullptr ? load_16(from(i)) : uint4{};
+    settle_16(b, v, from);
+    b.arrived();
     sum = 0;
 #pragma unroll
     for (int i = 0; i < each; ++i) {
-      const int piece = i * 32 + b.lane, column = first + piece * 8;
-      if (piece >= pieces) continue;
+      if (i * 32 + b.lane >= pieces) continue;
       if constexpr (V::norm) {
-        if (column < S::k) {
+        if (from(i) != nullptr) {
           sum += squares(v[i]);
           v[i] = scaled(v[i], g[i][0], g[i][1]);
         }
       }
-      shared_store_16(slice + piece * 16, v[i]);
+      shared_store_16(slice + (i * 32 + b.lane) * 16, v[i]);
     }
     __syncwarp();
     at = slice + (b.lane & 3) * 16;
   }
   __device__ __forceinline__ void advance(int) {}
-  __device__ __forceinline__ void get(int stage, uint4 (&out)[S::parts][1]) const {
+  __device__ __forceinline__ void get(Block&, int stage, uint4 (&out)[S::parts][1]) const {
 #pragma unroll
     for (int p = 0; p < S::parts; ++p) out[p][0] = shared_load_16(at + (stage * S::parts + p) * 64);
   }
   // Hands in this warp's sums of squares: out[row].
-  __device__ __forceinline__ void put_squares(const Block& b, float* out) {
+  __device__ __forceinline__ void put_squares(const Block& b, float* out) const {
+    float total = sum;
 #pragma unroll
-    for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
-    if (b.lane == 0) out[0] = sum;
+    for (int o = 16; o; o >>= 1) total += __shfl_xor_sync(~0u, total, o);
+    if (b.lane == 0) out[0] = total;
   }
 };
 
@@ -115,7 +117,7 @@ struct RowsInput {
   const bf16* row[BLOCKS];  // this lane's rows, at its first column; null: there is no such row
   const float* norm;
   int begin, column;  // first of the warp; of the next stage
-  uint4 next[S::parts][BLOCKS];
+  uint4 next[S::parts * BLOCKS];
   float sum[BLOCKS];
 
   __device__ __forceinline__ RowsInput(Block& b, const bf16* x, int rows, const float* norm_weight) {
@@ -131,19 +133,19 @@ struct RowsInput {
     b.wait();
     advance(0);
   }
+  __device__ __forceinline__ const bf16* from(int n) const {  // part n / BLOCKS of row block n % BLOCKS, in the next stage
+    const int at = column + n / BLOCKS * 32;
+    return row[n % BLOCKS] != nullptr && at < S::k ? row[n % BLOCKS] + at : nullptr;
+  }
   // Starts loading stage `stage`.
   __device__ __forceinline__ void advance(int stage) {
     if (stage >= S::stages) return;
     column = begin + stage * S::parts * 32;
 #pragma unroll
-    for (int p = 0; p < S::parts; ++p)
-#pragma unroll
-      for (int j = 0; j < BLOCKS; ++j) {
-        next[p][j] = uint4{};
-        if (row[j] != nullptr && column + p * 32 < S::k) next[p][j] = load_16(row[j] + column + p * 32);
-      }
+    for (int n = 0; n < S::parts * BLOCKS; ++n) next[n] = from(n) != nullptr ? load_16(from(n)) : uint4{};
   }
-  __device__ __forceinline__ void get(int, uint4 (&out)[S::parts][BLOCKS]) {
+  __device__ __forceinline__ void get(Block& b, int stage, uint4 (&out)[S::parts][BLOCKS]) {
+    settle_16(b, next, [&](int n) { return from(n); });
 #pragma unroll
     for (int p = 0; p < S::parts; ++p) {
       float4 a{}, c{};
@@ -155,33 +157,39 @@ struct RowsInput {
       }
 #pragma unroll
       for (int j = 0; j < BLOCKS; ++j) {
-        out[p][j] = next[p][j];
+        const uint4 v = next[p * BLOCKS + j];
+        out[p][j] = v;
         if constexpr (V::norm) {
-          sum[j] += squares(next[p][j]);
-          out[p][j] = scaled(next[p][j], a, c);
+          sum[j] += squares(v);
+          out[p][j] = scaled(v, a, c);
         }
       }
     }
   }
-  __device__ __forceinline__ void put_squares(const Block& b, float* out) {
+  __device__ __forceinline__ void put_squares(const Block& b, float* out) const {
 #pragma unroll
     for (int j = 0; j < BLOCKS; ++j) {
-      sum[j] += __shfl_xor_sync(~0u, sum[j], 1);
-      sum[j] += __shfl_xor_sync(~0u, sum[j], 2);
-      if ((b.lane & 3) == 0) out[j * 8 + b.lane / 4] = sum[j];
+      float total = sum[j] + __shfl_xor_sync(~0u, sum[j], 1);
+      total += __shfl_xor_sync(~0u, total, 2);
+      if ((b.lane & 3) == 0) out[j * 8 + b.lane / 4] = total;
     }
   }
 };
 
-// Where the sums of the warps meet: [set][tile of a round][warp][row][16 columns], then the sums of squares [warp][row].
+// Where the sums of the warps meet, at the end of the scratch memory: sets of [tile of a round][warp][row][16 columns], each with the sums
+// of squares [warp][row] behind it. With two sets warps need to meet only once a round, before its sums are added up: while slow
+// warps still do that, fast ones go on to the next round, or instruction, which uses the other set.
 template <class V, class Input>
 struct Sums {
   static constexpr int kRound = Input::kBlocks == 2 ? kGroup / 2 : kGroup;   // tiles summed between two barriers
   static constexpr int kRowStride = Input::kRows == 1 ? 16 : 20;             // 20: no two of the rows a warp stores share a bank
   static constexpr int kWarpStride = Input::kRows * kRowStride, kTileStride = WARPS * kWarpStride;
-  static constexpr int kSets = Input::kRows == 1 ? 2 : 1;                    // two: the next group may store while this one is summed
-  static constexpr int kFloats = kSets * kRound * kTileStride, kSquares = WARPS * Input::kRows;
-  static constexpr int kBytes = Input::kBytes + (kFloats + kSquares) * 4;
+  static constexpr int kSets = Input::kRows == 1 ? 2 : 1;
+  static constexpr int kFloats = kRound * kTileStride, kSquares = WARPS * Input::kRows, kSetBytes = (kFloats + kSquares) * 4;
+  static constexpr int kBytes = Input::kBytes + kSets * kSetBytes;
+  static __device__ __forceinline__ float* at(const Block& b) {
+    return reinterpret_cast<float*>(b.scratch + SCRATCH_BYTES - kSets * kSetBytes + (kSets == 2 ? (b.round & 1) * kSetBytes : 0));
+  }
 };
 
 // Adds up one round of tiles, finishes and stores their outputs. Item: (tile, row, pair of columns).
@@ -195,7 +203,7 @@ struct Finish {
     pair = item % kPairs, row = item / kPairs % Input::kRows, tile = item / (kPairs * Input::kRows);
   }
   // What the sums are added to, asked for before the product so that it is there after it.
-  static __device__ __forceinline__ void prefetch(const Block& b, const bf16* out, int rows, int first, int tiles, uint32_t (&old)[kEach]) {
+  static __device__ __forceinline__ void prefetch(const Block& b, const bf16* residual, int rows, int first, int tiles, uint32_t (&old)[kEach]) {
     if constexpr (V::epilogue == kResidual) {
 #pragma unroll
       for (int e = 0; e < kEach; ++e) {
@@ -203,7 +211,7 @@ struct Finish {
         place(e * THREADS + b.thread, tile, row, pair);
         const int column = (first + tile) * S::tile_columns + pair * 2;
         old[e] = 0;
-        if (tile < tiles && row < rows && column < S::n) old[e] = load_4(out + int64_t(row) * S::n + column);
+        if (tile < tiles && row < rows && column < S::n) old[e] = load_4(residual + int64_t(row) * S::n + column);
       }
     }
   }
@@ -225,8 +233,9 @@ struct Finish {
   }
   static __device__ __forceinline__ float gated(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
 
-  static __device__ __forceinline__ void run(const Block& b, const float* sums, const float* squares, const float* bias, void* out, int rows,
-                                             int first, int tiles, const uint32_t (&old)[kEach]) {
+  static __device__ __forceinline__ void run(Block& b, const float* sums, const float* bias, void* out, const bf16* residual, int rows, int first,
+                                             int tiles, const uint32_t (&old)[kEach]) {
+    const float* squares = sums + M::kFloats;
 #pragma unroll
     for (int e = 0; e < kEach; ++e) {
       int tile, row, pair;
@@ -248,18 +257,32 @@ struct Finish {
         }
       }
       if constexpr (V::epilogue == kSwiglu) y.x = gated(y.x, u.x), y.y = gated(y.y, u.y);
-      if constexpr (V::epilogue == kResidual) y.x += low(old[e]), y.y += high(old[e]);
       const int64_t place = int64_t(row) * S::n + column;
+      if constexpr (V::epilogue == kResidual) {
+        const uint32_t before = settled_4(b, residual + place, old[e]);
+        y.x += low(before), y.y += high(before);
+      }
       if constexpr (S::wide) {
         float* to = static_cast<float*>(out) + place;
         to[0] = y.x;
         if (column + 1 < S::n) to[1] = y.y;
       } else {
-        *reinterpret_cast<uint32_t*>(static_cast<bf16*>(out) + place) = pack_bf16(y.x, y.y);
+        put_4(static_cast<bf16*>(out) + place, pack_bf16(y.x, y.y));
       }
     }
   }
 };
+
+// Empties what the step before left of the task's columns in the other copy.
+template <class V>
+__device__ __forceinline__ void clear_old(const Context& c, const Instruction& in, const Block& b) {
+  using S = Shape<V>;
+  if constexpr (!FLAGGED || S::wide) return;
+  const int begin = in.tile_begin * S::tile_columns, end = in.tile_end * S::tile_columns < S::n ? in.tile_end * S::tile_columns : S::n;
+  bf16* old = other_copy(c, flagged<bf16>(c, in, 1, b), b);
+  for (int row = b.warp; row < rows_to_clear(b); row += WARPS)
+    for (int column = begin + b.lane * 2; column < end; column += 64) clear_4(old + int64_t(row) * S::n + column);
+}
 
 template <class V, class Input>
 __device__ __forceinline__ void product(const Context& c, const Instruction& in, Block& b, int rows) {
@@ -270,18 +293,17 @@ __device__ __forceinline__ void product(const Context& c, const Instruction& in,
   static_assert(M::kBytes <= SCRATCH_BYTES, "scratch");
   const float* params = reinterpret_cast<const float*>(c.params + in.params);
   const float* bias = params + (V::norm ? S::k : 0);
-  void* out = operand<unsigned char>(c, in, 1);
-  float* sums = reinterpret_cast<float*>(b.scratch + Input::kBytes);
-  float* squares = sums + M::kFloats;
-  Input input(b, operand<const bf16>(c, in, 0), rows, params);
+  void* out = S::wide ? operand<unsigned char>(c, in, 1) : flagged<unsigned char>(c, in, 1, b);
+  const bf16* residual = flagged<const bf16>(c, in, 2, b);
+  Input input(b, flagged<const bf16>(c, in, 0, b), rows, params);
   const int tiles = in.tile_end - in.tile_begin, groups = (tiles + kGroup - 1) / kGroup, each = tiles / groups, larger = tiles % groups;
   if (tiles > 1 && b.thread == 0) b.ring.shut(0);  // the input is here: weights may come as fast as they can
-  int first = in.tile_begin, set = 0;
+  int first = in.tile_begin;
   for (int group = 0; group < groups; ++group) {
     const int count = each + (group < larger);
     uint32_t old[rounds][F::kEach];
 #pragma unroll
-    for (int r = 0; r < rounds; ++r) F::prefetch(b, static_cast<const bf16*>(out), rows, first + r * M::kRound, count - r * M::kRound, old[r]);
+    for (int r = 0; r < rounds; ++r) F::prefetch(b, residual, rows, first + r * M::kRound, count - r * M::kRound, old[r]);
     float acc[kGroup][2][4];
 #pragma unroll
     for (int t = 0; t < kGroup; ++t)
@@ -290,7 +312,8 @@ __device__ __forceinline__ void product(const Context& c, const Instruction& in,
 #pragma unroll 1
     for (int stage = 0; stage < S::stages; ++stage) {
       uint4 x[S::parts][Input::kBlocks];
-      input.get(stage, x);
+      input.get(b, stage, x);
+      if (Input::kRows > 1 && group + stage == 0) b.arrived();
       input.advance(stage + 1);
 #pragma unroll
       for (int t = 0; t < kGroup; ++t) {
@@ -315,16 +338,16 @@ __device__ __forceinline__ void product(const Context& c, const Instruction& in,
     const bool last = group + 1 == groups;
     if (last && b.thread == 0) b.ring.shut(1);
     if (!last) input.advance(0);
-    if constexpr (V::norm)
-      if (group == 0) input.put_squares(b, squares + b.warp * Input::kRows);
 #pragma unroll
     for (int r = 0; r < rounds; ++r) {
-      float* mine = sums + set * M::kRound * M::kTileStride + b.warp * M::kWarpStride;
+      float* sums = M::at(b);
+      if constexpr (V::norm)
+        if (M::kSets == 2 || group + r == 0) input.put_squares(b, sums + M::kFloats + b.warp * Input::kRows);
 #pragma unroll
       for (int t = 0; t < M::kRound; ++t) {
         if (r * M::kRound + t >= count) break;
         const float(&a)[2][4] = acc[r * M::kRound + t];
-        float* to = mine + t * M::kTileStride + b.lane / 4;
+        float* to = sums + b.warp * M::kWarpStride + t * M::kTileStride + b.lane / 4;
         if constexpr (Input::kRows == 1) {  // all columns of the mma hold the same
           if ((b.lane & 3) == 0) to[0] = a[0][0] + a[1][0], to[8] = a[0][2] + a[1][2];
         } else {
@@ -337,9 +360,9 @@ __device__ __forceinline__ void product(const Context& c, const Instruction& in,
         }
       }
       b.sync();
-      F::run(b, sums + set * M::kRound * M::kTileStride, squares, bias, out, rows, first + r * M::kRound, count - r * M::kRound, old[r]);
+      F::run(b, sums, bias, out, residual, rows, first + r * M::kRound, count - r * M::kRound, old[r]);
       if constexpr (M::kSets == 1) b.sync();  // before the sums are overwritten
-      set = (set + 1) % M::kSets;
+      ++b.round;
     }
     first += count;
   }
@@ -353,6 +376,7 @@ __device__ __forceinline__ void skip(const Instruction& in, Block& b) {
     b.ring.wait();
     b.ring.release(b.lane);
   }
+  b.sync();  // once in every body
 }
 
 template <class V>
@@ -360,6 +384,9 @@ __device__ __forceinline__ void run(const Context& c, const Instruction& in, Blo
   using Slice = SliceInput<V>;
   const int rows = V::gather_logit_rows ? b.step->logit_rows : b.step->rows;
   if (rows == 0) return skip<V>(in, b);
+  clear_old<V>(c, in, b);
+  // Which of the two is the same for all products of a step but the last, which threads meet before (it signals): their scratch memory
+  // is laid out differently.
   if constexpr (Sums<V, Slice>::kBytes <= SCRATCH_BYTES)
     if (rows == 1) return product<V, Slice>(c, in, b, rows);
   // Half of the columns of the tensor core idle with 8 rows or fewer, which costs no time: weights come more slowly than that.

@@ -38,6 +38,6 @@ def run(op: Operator, task: Task, env: Env) -> None:
         with np.errstate(over="ignore"):
             out[: len(rows), columns] = gate / (1 + np.exp(-gate)) * up
     elif op.attrs["epilogue"] == "residual":
-        out[: len(rows), columns] += products[0]
+        out[: len(rows), columns] = env.buffers[op.inputs[1]][: len(rows), columns] + products[0]
     else:
         out[: len(rows), columns] = products[0]

@@ -1,6 +1,7 @@
 """Task kind `linear`: a product with packed weights, RMS norm before and epilogue after; a tile is 16 output columns.
 
-Operator: inputs (input [rows, k],) or, for `residual`, (input, x); outputs (out [rows, n],), which is x itself for `residual`;
+Operator: inputs (input [rows, k],) or, for `residual`, (input, x); outputs (out [rows, n],), for `residual` perhaps x itself (always in
+the C++ back end);
 weights {weight: (name,) [n, k], (gate, up) for `swiglu`, or for `store` several that are stacked (CUDA only); norm: (name,) optional;
 bias: as many names as weight, optional}; attrs {n, k, eps, epilogue: store | residual | swiglu, gather_logit_rows, tile_columns
 (output columns of a tile, default 16)}. With `gather_logit_rows` row r of the output belongs to
@@ -25,22 +26,28 @@ PANEL_GROUP = 8  # kPanelGroup of matmul.hpp: panels multiplied at a time, whose
 
 class Linear(TaskKind):
     name = "linear"
-    operands = ("input", "output")
+    operands = ("input", "output", "residual")
     cuda_form = "stages"
+    overlaps = True
 
     def tiles(self, op: Operator, graph: TensorGraph) -> int:
         return -(-int(op.attrs["n"]) // tile_columns(op))
 
     def buffers(self, op: Operator, graph: TensorGraph) -> dict[str, str]:
-        return {"input": op.inputs[0], "output": op.outputs[0]}
+        residual = {"residual": op.inputs[1]} if op.attrs["epilogue"] == "residual" else {}
+        return {"input": op.inputs[0], "output": op.outputs[0], **residual}
 
     def reads(self, op: Operator, graph: TensorGraph, begin: int, end: int) -> tuple[Region, ...]:
         regions = (Region(op.inputs[0], 0, int(op.attrs["k"])),)
-        return regions + self.writes(op, graph, begin, end) if op.attrs["epilogue"] == "residual" else regions
+        return (*regions, self._columns(op, op.inputs[1], begin, end)) if op.attrs["epilogue"] == "residual" else regions
 
     def writes(self, op: Operator, graph: TensorGraph, begin: int, end: int) -> tuple[Region, ...]:
+        return (self._columns(op, op.outputs[0], begin, end),)
+
+    @staticmethod
+    def _columns(op: Operator, buffer: str, begin: int, end: int) -> Region:
         columns = tile_columns(op)
-        return (Region(op.outputs[0], begin * columns, min(end * columns, int(op.attrs["n"]))),)
+        return Region(buffer, begin * columns, min(end * columns, int(op.attrs["n"])))
 
     def cost(self, op: Operator, graph: TensorGraph, begin: int, end: int, dtype: str) -> Cost:
         k, width = int(op.attrs["k"]), tile_columns(op)

@@ -7,6 +7,7 @@
 // S^T are assigned to positions such that its fragments, transposed 8 x 8 in registers, are the P^T that V^T needs.
 #pragma once
 #include "mpk/attention.cuh"
+#include "mpk/flagged.cuh"
 
 namespace mpk::rotary_attention {
 
@@ -255,18 +256,21 @@ struct Warp {
     for (int t = 0; t < S::sections * S::tiles; ++t)
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        if (has_row(t, h)) to[row + t * 16 + h * 8] = sums[t][2 * h + q];
-    if (row == 0) *reinterpret_cast<float2*>(to + S::head_dim) = {max[q] * LN_2, total[q]};
+        if (has_row(t, h)) put_4(to + row + t * 16 + h * 8, __float_as_uint(sums[t][2 * h + q]));
+    if (row == 0) put_8(to + S::head_dim, {__float_as_uint(max[q] * LN_2), __float_as_uint(total[q])});
   }
 
   // The same, finished.
+  // All lanes; null: not this one's. Rows 2 n and 2 n + 1 of the result make one word, and stand in lanes that differ by 4.
   __device__ __forceinline__ void write_result(bf16* to, int q) const {
     const float inverse = 1.0f / total[q];
 #pragma unroll
     for (int t = 0; t < S::sections * S::tiles; ++t)
 #pragma unroll
-      for (int h = 0; h < 2; ++h)
-        if (has_row(t, h)) to[row + t * 16 + h * 8] = to_bf16(sums[t][2 * h + q] * inverse);
+      for (int h = 0; h < 2; ++h) {
+        const float mine = sums[t][2 * h + q] * inverse, next = __shfl_xor_sync(ALL_LANES, mine, 4);
+        if (to != nullptr && row % 2 == 0 && has_row(t, h)) put_4(to + row + t * 16 + h * 8, pack_bf16(mine, next));
+      }
   }
 };
 

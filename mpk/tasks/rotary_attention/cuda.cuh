@@ -1,7 +1,7 @@
 // rotary_attention: head norm and rotation of queries and new keys, append of the step's keys and values, causal softmax.
 // A tile is one (key-value head, split); the last split of a head appends, and is the one that sees the step's own positions.
 //
-// Operands: qkv [rows][(heads + 2 kv_heads) * head_dim] bf16, rope [rows][head_dim] float32, out: [rows][heads * head_dim] bf16, or
+// Operands, flagged: qkv [rows][(heads + 2 kv_heads) * head_dim] bf16, rope [rows][head_dim] float32, out: [rows][heads * head_dim] bf16, or
 // for splits > 1 partial results, float32 (see attention.cuh). Parameters, as far as the variant has them: q_norm, k_norm [head_dim].
 // Page of the cache: keys [KV_PAGE_TOKENS][head_dim], then values transposed [head_dim][KV_PAGE_TOKENS], bf16.
 // Variant: heads, kv_heads, head_dim, window, scale, eps, splits, q_norm, k_norm.
@@ -156,7 +156,7 @@ class Task {
 
   __device__ __forceinline__ const bf16* head_of(int row, int head) const {
     constexpr int width = (S::heads + 2 * S::kv_heads) * S::head_dim;
-    return operand<bf16>(c, i, 0) + int64_t(row) * width + head * S::head_dim;
+    return flagged<bf16>(c, i, 0, b) + int64_t(row) * width + head * S::head_dim;
   }
 
   // Makes `h` the place `target` of the tile, a query or padding.
@@ -166,13 +166,17 @@ class Task {
     h.target = target, h.role = there ? QUERY : target < TILE_QUERIES ? PADDING : NOTHING, h.row = there ? own.row + query / S::group : 0;
   }
 
+  __device__ __forceinline__ const bf16* query_of(const H& h, const Tile& own) const {
+    return head_of(h.row, kv_head * S::group + (own.query + h.target) % S::group);
+  }
+
   // Queries of a tile from place `begin` on, by one warp: as many as are in flight at a time.
   __device__ __forceinline__ void fetch_queries(H (&heads)[BATCH], const Tile& own, int begin) const {
     const int lane = own_lane();
 #pragma unroll
     for (int j = 0; j < BATCH; ++j) {
       identify(heads[j], own, begin + j * H::A_WARP + lane / H::LANES);
-      heads[j].load(head_of(heads[j].row, kv_head * S::group + (own.query + heads[j].target) % S::group), lane % H::LANES);
+      heads[j].load(query_of(heads[j], own), lane % H::LANES);
     }
   }
 
@@ -184,6 +188,7 @@ class Task {
 #pragma unroll
       for (int j = 0; j < BATCH; ++j) {
         identify(heads[j], own, begin + j * H::A_WARP + lane / H::LANES);  // again: kept in registers it would cost some
+        heads[j].settle(b, query_of(heads[j], own), quad);
         heads[j].turn(memory, quad), heads[j].store(memory, b.warp, nullptr, 0, quad);
       }
       begin += BATCH * H::A_WARP;
@@ -197,8 +202,9 @@ class Task {
   // last warps come first: with few positions the first ones have keys and values on their way, and would wait for these as well.
   __device__ __forceinline__ void prepare_step(int cell) const {
     const int lane = own_lane(), warp = WARPS - 1 - b.warp, thread = warp * 32 + lane, rows = b.step->rows;
-    const float* rope = operand<float>(c, i, 1);
-    for (int j = thread * 4; j < rows * S::head_dim; j += THREADS * 4) *reinterpret_cast<uint4*>(memory.rope() + j) = load_16(rope + j);
+    const float* rope = flagged<float>(c, i, 1, b);
+    for (int j = thread * 4; j < rows * S::head_dim; j += THREADS * 4)
+      *reinterpret_cast<uint4*>(memory.rope() + j) = settled_16(b, rope + j, load_16(rope + j));
     b.sync();
     if (!appends) return;
     const int quad = lane % H::LANES;
@@ -207,7 +213,8 @@ class Task {
       const int n = begin + lane / H::LANES;
       H h;
       h.role = n >= 2 * rows ? NOTHING : n % 2 == 0 ? KEY : VALUE, h.row = h.target = n < 2 * rows ? n / 2 : 0;
-      h.load(head_of(h.row, S::heads + n % 2 * S::kv_heads + kv_head), quad);
+      const bf16* from = head_of(h.row, S::heads + n % 2 * S::kv_heads + kv_head);
+      h.load(from, quad), h.settle(b, from, quad);
       h.turn(memory, quad);
       const int to = __shfl_sync(ALL_LANES, cell, h.row);
       h.store(memory, b.warp, kv_page<bf16>(c, i.layer, to / KV_PAGE_TOKENS, kv_head, S::kv_heads, S::head_dim), to % KV_PAGE_TOKENS, quad);
@@ -283,10 +290,10 @@ class Task {
   }
 
   __device__ __forceinline__ float* partial_of(int row, int in_group) const {
-    return operand<float>(c, i, 2) + partial_offset(row, S::heads, kv_head, S::splits, split, S::group, in_group, S::head_dim);
+    return flagged<float>(c, i, 2, b) + partial_offset(row, S::heads, kv_head, S::splits, split, S::group, in_group, S::head_dim);
   }
   __device__ __forceinline__ bf16* result_of(int row, int in_group) const {
-    return operand<bf16>(c, i, 2) + (int64_t(row) * S::heads + kv_head * S::group + in_group) * S::head_dim;
+    return flagged<bf16>(c, i, 2, b) + (int64_t(row) * S::heads + kv_head * S::group + in_group) * S::head_dim;
   }
 
   // The result of a warp that has a tile to itself.
@@ -294,11 +301,11 @@ class Task {
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
       const int query = own.query + warp.pair * 2 + q;
-      if (query >= own.rows * S::group) continue;
+      const bool there = query < own.rows * S::group;
       const int row = own.row + query / S::group, in_group = query % S::group;
       if constexpr (S::splits == 1)
-        warp.write_result(result_of(row, in_group), q);
-      else
+        warp.write_result(there ? result_of(row, in_group) : nullptr, q);
+      else if (there)
         warp.write_partial(partial_of(row, in_group), q);
     }
   }
@@ -340,21 +347,32 @@ class Task {
         if (!there) continue;
         if constexpr (S::splits == 1) {
           const float inverse = 1.0f / total;
-          const uint2 out = {pack_bf16(sum.x * inverse, sum.y * inverse), pack_bf16(sum.z * inverse, sum.w * inverse)};
-          *reinterpret_cast<uint2*>(result_of(row, in_group) + d) = out;
+          put_8(result_of(row, in_group) + d, {pack_bf16(sum.x * inverse, sum.y * inverse), pack_bf16(sum.z * inverse, sum.w * inverse)});
         } else {
           float* out = partial_of(row, in_group);
-          *reinterpret_cast<float2*>(out + d) = {sum.x, sum.y};
-          *reinterpret_cast<float2*>(out + d + 2) = {sum.z, sum.w};
-          if (d == 0) *reinterpret_cast<float2*>(out + S::head_dim) = {top * LN_2, total};
+          put_8(out + d, {__float_as_uint(sum.x), __float_as_uint(sum.y)});
+          put_8(out + d + 2, {__float_as_uint(sum.z), __float_as_uint(sum.w)});
+          if (d == 0) put_8(out + S::head_dim, {__float_as_uint(top * LN_2), __float_as_uint(total)});
         }
       }
     }
   }
 };
 
+// Empties what the step before left in the other copy: of all tiles of the task, whether they have work now or not.
+template <class V>
+__device__ __forceinline__ void clear_old(const Context& c, const Instruction& i, const Block& b) {
+  using S = Shape<V>;
+  constexpr int a_tile = S::group * (S::splits == 1 ? S::head_dim * 2 : partial_columns(S::head_dim) * 4), a_row = S::kv_heads * S::splits * a_tile;
+  static_assert(a_tile % 8 == 0, "pieces of 8 bytes");
+  unsigned char* old = other_copy(c, flagged<unsigned char>(c, i, 2, b), b) + i.tile_begin * a_tile;
+  for (int row = 0; row < rows_to_clear(b); ++row)
+    for (int at = b.thread * 8; at < (i.tile_end - i.tile_begin) * a_tile; at += THREADS * 8) clear_8(old + int64_t(row) * a_row + at);
+}
+
 template <class V>
 __device__ void run(const Context& c, const Instruction& i, Block& b) {
+  clear_old<V>(c, i, b);
   bool waited = false;
 #pragma unroll 1
   for (int tile = i.tile_begin; tile < i.tile_end; ++tile) {

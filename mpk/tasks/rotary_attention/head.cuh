@@ -46,6 +46,11 @@ struct Head {
     first = second = {0, 0};
     if (role < PADDING && quad < quads) first = load_8(from + 4 * quad), second = load_8(from + half + 4 * quad);
   }
+  // Waits for what load() asked for.
+  __device__ __forceinline__ void settle(Block& b, const bf16* from, int quad) {
+    if (role >= PADDING || quad >= quads) return;
+    first = settled_8(b, from + 4 * quad, first), second = settled_8(b, from + half + 4 * quad, second);
+  }
 
   // Norm and rotation; then first and second hold the rounded result. All lanes of the warp.
   __device__ __forceinline__ void turn(const Memory<V>& memory, int quad) {

@@ -125,6 +125,12 @@ T load(const void* p) {
 }
 
 template <class T>
+void store(void* p, T value) {
+  if (reinterpret_cast<uintptr_t>(p) % sizeof(T) != 0) std::fprintf(stderr, "misaligned access of %zu bytes\n", sizeof(T)), std::abort();
+  std::memcpy(p, &value, sizeof value);
+}
+
+template <class T>
 T shared_load(uint32_t place) {
   if (place + sizeof(T) > SHARED_BYTES) std::fprintf(stderr, "shared memory ends before byte %u\n", place), std::abort();
   return load<T>(shared_memory + place);

@@ -9,7 +9,7 @@ namespace mpk {
 constexpr int WARPS = emulation::WARPS, THREADS = emulation::THREADS, BLOCK_THREADS = THREADS, SCRATCH_BYTES = 64 << 10, POOL_BYTES = 224 << 10, MAX_ROWS = 16;
 
 struct StepView {
-  int rows, logit_rows, segment_count, reserved;
+  int rows, logit_rows, segment_count, previous_rows;
   int64_t number;
   int32_t row_token[MAX_ROWS], row_slot[MAX_ROWS], row_position[MAX_ROWS], logit_row[MAX_ROWS];
   Segment segments[MAX_ROWS];
@@ -23,6 +23,9 @@ struct Block {
   tiles::Ring tiles;
   void sync() const { emulation::block_meeting.attend(THREADS); }
   void sync_group() const { emulation::group_meetings[warp / 4].attend(128); }
+  void wait() {}
+  void arrived() {}
+  bool may_poll(uint32_t&) const { std::fprintf(stderr, "a flagged word is EMPTY that nobody will write\n"), std::abort(); }
 };
 
 inline void serve_tiles(const tiles::Ring&, int) {}

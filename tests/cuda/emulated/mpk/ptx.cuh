@@ -25,6 +25,9 @@ inline float load_float(const float* p) { return *p; }
 inline int32_t load_int(const int32_t* p) { return *p; }
 inline int64_t load_long(const int64_t* p) { return *p; }
 inline bf16 load_bf16(const bf16* p) { return *p; }
+inline void store_4(void* p, uint32_t v) { emulation::store(p, v); }
+inline void store_8(void* p, uint2 v) { emulation::store(p, v); }
+inline void store_16(void* p, uint4 v) { emulation::store(p, v); }
 inline int32_t load_system(const int32_t* p) { return *p; }
 inline uint64_t load_acquire(const uint64_t* p) { return *p; }
 inline void add_release(uint64_t* p, uint64_t amount) { *p += amount; }

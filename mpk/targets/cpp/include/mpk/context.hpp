@@ -31,6 +31,7 @@ struct Context {
   int64_t logits_out_positions;
   int64_t* token_ns;        // [max_batch][max_context] time at which a generated token was published, or null
   const int32_t* cancel;    // set by the host while the program runs: stop after this step
+  int64_t flagged_stride;   // CUDA back end: bytes between the two copies of flagged buffers
   int32_t max_batch, max_rows, max_context, max_pages, num_pages;
   // Of targets that read prompts with a graph of its own; else null and 0.
   const int64_t* places;    // where the stages of packed matrices stand, see tiles.cuh

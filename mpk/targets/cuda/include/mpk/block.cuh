@@ -3,10 +3,13 @@
 // One block runs on every SM and stays. 256 consumer threads (8 warps) execute the block's instructions together, one warp more
 // streams packed weights through a ring in shared memory. A kind's body is
 //   template <class V> __device__ void run(const Context&, const Instruction&, Block&);
-// and is called by all 256 consumer threads at once. The framework waits for the instruction's events before, so that data written
+// and is called by all 256 consumer threads. The framework waits for the instruction's events before, so that data written
 // by other SMs may be read (with load_* of ptx.cuh), and orders and signals everything that the threads wrote after it returns. A kind
 // with `constexpr bool waits_inside = true` is called before and calls Block::wait itself, once, on every path: until then it may read
-// what does not change during a step.
+// what does not change during a step. What stands in flagged buffers (flagged.cuh) is waited for word by word instead, and a body says
+// with Block::arrived when all of it is there.
+//
+// Between two instructions all threads meet, unless both are of a kind that says that its warps need not (`overlaps` of mpk/tasks/base.py).
 #pragma once
 #include "mpk/context.hpp"
 #include "mpk/events.cuh"
@@ -27,13 +30,14 @@ constexpr int CONSUMER_BARRIER = 1;  // id of the named barrier of the consumers
 // What the step computes, copied into shared memory once a step: the original is written by `advance` on some SM, and reading it
 // takes a trip to the L2.
 struct StepView {
-  int rows, logit_rows, segment_count, reserved;
+  int rows, logit_rows, segment_count;
+  int previous_rows;  // of the step before, 0 in the first one of a launch
   int64_t number;  // from 1
   int32_t row_token[MAX_ROWS], row_slot[MAX_ROWS], row_position[MAX_ROWS], logit_row[MAX_ROWS];
   Segment segments[MAX_ROWS];
 };
 
-constexpr int RECORDS = 4;  // instructions of a block in shared memory: the present one, the next, and those still being signalled
+constexpr int RECORDS = 4;  // instructions of a block in shared memory: the one before (of slower warps), the present one, the next two
 
 // Shared memory of a block before the ring.
 struct alignas(128) BlockMemory {
@@ -67,17 +71,44 @@ struct Block {
   const Arguments* arguments;  // null: nothing to wait for
   int place;                   // of the present instruction among the records
   int sequence;                // instructions begun; steps count as one
+  int round;                   // times that sums of warps met; its parity says where they stand (linear)
 
-  // Waits until the instruction's events have come. All 256 threads. If the program is being stopped it returns all the same: what is
-  // computed from then on is thrown away.
+  // Waits until the instruction's events have come; costs next to nothing if there are none. All 256 threads. If the program is being
+  // stopped it returns all the same: what is computed from then on is thrown away.
   __device__ __forceinline__ void wait() {
     if (arguments == nullptr) return;
-    if (thread == 0) {
-      if (!await_all(*arguments, block_memory().waits, block_memory().records[place], step->number)) block_memory().leave_after = sequence;
-      ring_control().started = ring_control().started + 1;
-      if (arguments->launch.spans != 0) block_memory().started_ns = now_ns();
+    const Record& record = block_memory().records[place];
+    if (record.instruction.wait_count != 0) {
+      if (thread == 0 && !await_all(*arguments, block_memory().waits, record, step->number)) leave();
+      sync();
     }
-    sync();
+    arrived();
+  }
+  // Marks the moment at which the inputs are there (the last call counts). Any thread may call it, the first one's counts.
+  __device__ __forceinline__ void arrived() const {
+    if (arguments == nullptr || thread != 0) return;
+    ring_control().started = sequence;
+    if (arguments->launch.spans != 0) block_memory().started_ns = now_ns();
+  }
+  // Whether to poll once more for data that has not come; `polls` counts from 0. Any thread.
+  __device__ __forceinline__ bool may_poll(uint32_t& polls) const {
+    constexpr uint32_t PATIENCE = 1024;  // polls between looks at the clock
+    if (arguments == nullptr) return true;
+    if (ring_control().stop) return false;
+    if (++polls % PATIENCE != 0 || !gives_up(*arguments, block_memory().waits, polls == PATIENCE)) return true;
+    give_up(STALL_DATA);
+    return false;
+  }
+  // Leaves after this instruction, having waited in vain for `event`: STALL_*. Any thread.
+  __device__ __forceinline__ void give_up(int event) const {
+    BlockMemory& m = block_memory();
+    if (leave()) m.waits.stall = Stall{0, m.records[place].instruction.task, event, 0, 0, 0, step->number}, m.waits.gave_up = 1;
+  }
+  // Leaves at the next moment at which threads meet after an instruction, and waits for nothing until then; whether this thread is the
+  // first one to say so.
+  __device__ __forceinline__ bool leave() const {
+    ring_control().stop = STOP_STALLED;
+    return atomicCAS(const_cast<int*>(&block_memory().leave_after), 0, sequence) == 0;
   }
   // Barrier of the 256 consumer threads; orders their accesses to shared memory.
   __device__ __forceinline__ void sync() const { asm volatile("bar.sync %0, %1;" ::"n"(CONSUMER_BARRIER), "n"(THREADS) : "memory"); }

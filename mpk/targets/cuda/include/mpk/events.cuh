@@ -22,7 +22,8 @@ __device__ __forceinline__ T* address(uint64_t a) {
 
 __device__ __forceinline__ uint64_t* counter(const Kernel& k, int event) { return address<uint64_t>(k.events + uint64_t(event) * COUNTER_STRIDE); }
 
-// What thread 0 of a block keeps about its waits, in shared memory.
+// What a block keeps about its waits, in shared memory. Threads that wait at the same time share the clock, which only makes them
+// notice the limit together.
 struct WaitState {
   int64_t last_ns, waited_ns;
   Stall stall;   // why it gave up

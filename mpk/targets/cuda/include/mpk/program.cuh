@@ -27,6 +27,7 @@ __device__ __forceinline__ Context make_context(const Launch& l) {
   c.top_token = address<int32_t>(l.top_token);
   c.logits_out = address<float>(l.logits_out);
   c.logits_out_positions = l.logits_out_positions;
+  c.flagged_stride = l.flagged_stride;
   c.token_ns = address<int64_t>(l.token_ns);
   c.cancel = address<const int32_t>(l.cancel);
   c.max_batch = l.max_batch;
@@ -62,6 +63,7 @@ __device__ __forceinline__ void read_step(const Context& c, int thread, StepView
     const int word = thread - AT_SEGMENTS;
     if (word < rows * int(sizeof(Segment) / 4)) reinterpret_cast<int32_t*>(out.segments)[word] = load_int(reinterpret_cast<const int32_t*>(c.segments) + word);
   } else if (thread == AT_STEP) {
+    out.previous_rows = out.rows;
     out.rows = load_int(&c.step->rows);
   } else if (thread == AT_STEP + 1) {
     out.logit_rows = load_int(&c.step->logit_rows);
@@ -114,7 +116,7 @@ __device__ __forceinline__ bool begin_step(const Arguments& a, const Context& c,
   ++b.sequence;
   if (b.thread == 0) {
     m.arrived_ns = trace_time(a.launch);
-    if (!await_event(a, m.waits, STEP_EVENT, step, task, step)) m.leave_after = b.sequence;
+    if (!await_event(a, m.waits, STEP_EVENT, step, task, step)) b.leave();
   }
   b.sync();
   if (leaving(b)) return false;
@@ -125,17 +127,30 @@ __device__ __forceinline__ bool begin_step(const Arguments& a, const Context& c,
   return done == 0;
 }
 
-// After a task: publishes its results and traces it. Thread 0 only.
-__device__ __forceinline__ void end_task(const Arguments& a, const Record& record) {
+// Where a block's instruction number `i` of a step, or of those after it, stands.
+__device__ __forceinline__ const Record* record_at(const BlockMemory& m, int i) {
+  while (i >= m.count) i -= m.count;
+  return m.first + i;
+}
+
+// Notes when a task began; a block whose weights do not come leaves. Thread 0 only.
+__device__ __forceinline__ void begin_task(const Arguments& a, Block& b) {
   BlockMemory& m = block_memory();
-  const int64_t ended = trace_time(a.launch);
-  signal_all(a, record);
-  if (record.instruction.wait_count != 0) trace(a.launch, record.instruction.task, 1, m.arrived_ns, m.started_ns);
+  if (a.launch.spans != 0) m.arrived_ns = m.started_ns = now_ns();
+  if (ring_control().stop == STOP_STARVED) b.give_up(STALL_WEIGHTS);
+}
+__device__ __forceinline__ void end_task(const Arguments& a, const Record& record, int64_t ended) {
+  BlockMemory& m = block_memory();
+  if (m.started_ns != m.arrived_ns) trace(a.launch, record.instruction.task, 1, m.arrived_ns, m.started_ns);
   trace(a.launch, record.instruction.task, 0, m.started_ns, ended);
 }
 
 // The 256 consumer threads. `Dispatch` is a functor (context, instruction, block) that runs one task; its PUBLISHES is the opcode after
 // which tokens are shown to the host.
+//
+// Warps meet before an instruction only where its record says so, and after it only if something is to be signalled. Records are
+// fetched two ahead by one warp: the one of the next instruction has come when the present one begins, and every body has all warps
+// meet at least once.
 template <class Dispatch>
 __device__ __forceinline__ void consume(const Arguments& a, Dispatch dispatch) {
   BlockMemory& m = block_memory();
@@ -147,30 +162,29 @@ __device__ __forceinline__ void consume(const Arguments& a, Dispatch dispatch) {
     add_relaxed(counter(a.kernel, STEP_EVENT), 1);
   }
   const bool fetches = b.warp == 1;
-  if (fetches) fetch_record(&m.records[0], m.first, b.lane), await_records();
+  if (fetches) fetch_record(&m.records[0], record_at(m, 0), b.lane), fetch_record(&m.records[1], record_at(m, 1), b.lane), await_records();
   b.sync();
-  while (begin_step(a, c, b)) {
+  bool left = false;
+  while (!left && begin_step(a, c, b)) {
 #pragma unroll 1
     for (int i = 0; i < m.count; ++i) {
       const Record& record = m.records[b.place];
       ++b.sequence;
-      if (fetches) fetch_record(&m.records[(b.place + 1) % RECORDS], m.first + (i + 1 < m.count ? i + 1 : 0), b.lane);
-      if (b.thread == 0) {
-        m.arrived_ns = trace_time(a.launch);
-        if (ring_control().stop == STOP_STARVED) {
-          m.waits.stall = Stall{0, record.instruction.task, -1, 0, 0, 0, m.step.number};  // a stage of weights did not come
-          m.waits.gave_up = 1, m.leave_after = b.sequence;
-        }
-      }
+      if (fetches) await_records(), fetch_record(&m.records[(b.place + 2) % RECORDS], record_at(m, i + 2), b.lane);
+      if (b.thread == 0) begin_task(a, b);
+      if (record.apart) b.sync();
       dispatch(c, record.instruction, b);
-      if (fetches) await_records();
-      b.sync();
-      if (leaving(b)) break;
-      if (b.thread == 0) end_task(a, record);
-      if (record.instruction.opcode == Dispatch::PUBLISHES) mirror_tokens(c, a.kernel, b.thread);
+      const int64_t ended = b.thread == 0 ? trace_time(a.launch) : 0;
+      if (record.instruction.signal_count != 0) {
+        b.sync();
+        left = leaving(b);
+        if (left) break;
+        if (b.thread == 0) signal_all(a, record);
+        if (record.instruction.opcode == Dispatch::PUBLISHES) mirror_tokens(c, a.kernel, b.thread);
+      }
+      if (b.thread == 0 && a.launch.spans != 0) end_task(a, record, ended);
       b.place = (b.place + 1) % RECORDS;
     }
-    if (leaving(b)) break;
   }
   if (b.thread == 0) {
     if (m.waits.gave_up) report(a, m.waits);
@@ -190,6 +204,7 @@ __device__ __forceinline__ void run_program(const Arguments& a, Dispatch dispatc
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     ring_control().shut = 1, ring_control().stop = 0, ring_control().started = 0;
     const auto* stream_begin = address<const int32_t>(a.launch.stream_begin);
+    block_memory().step.rows = 0;  // of the step before the first one
     block_memory().leave_after = 0, block_memory().spans_used = 0, block_memory().waits.gave_up = 0, block_memory().waits.stall.reserved = 0;
     block_memory().count = stream_begin[block + 1] - stream_begin[block];
     block_memory().first = address<const Record>(a.kernel.records) + stream_begin[block];

@@ -51,6 +51,14 @@ __device__ __forceinline__ int64_t load_long(const int64_t* p) {
   return v;
 }
 __device__ __forceinline__ bf16 load_bf16(const bf16* p) { return bf16{load_2(p)}; }
+// Each 32-bit word is seen whole; the words of one access may be seen one after the other.
+__device__ __forceinline__ void store_4(void* p, uint32_t v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+__device__ __forceinline__ void store_8(void* p, uint2 v) {
+  asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1,%2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory");
+}
+__device__ __forceinline__ void store_16(void* p, uint4 v) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
 
 // ---- events
 __device__ __forceinline__ uint64_t load_acquire(const uint64_t* p) {

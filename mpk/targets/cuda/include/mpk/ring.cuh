@@ -24,7 +24,7 @@ struct RingControl {
   uint64_t full[MAX_STAGES], empty[MAX_STAGES];
   volatile int shut;         // 1: inputs are on their way, so few weights may be (small messages queue behind bulk copies)
   volatile int stop;         // leave; STOP_*
-  volatile int started;      // instructions whose events have come, over all steps (wraps); for runs without pipelining
+  volatile int started;      // Block::sequence of the last instruction whose inputs have come; for runs without pipelining
 };
 
 // Shared memory of a block: control, control of the tiles of prompts (tiles.cuh), what block.cuh says, stages, scratch. Addresses in it are
@@ -36,7 +36,7 @@ __device__ __forceinline__ RingControl& ring_control() { return *reinterpret_cas
 __device__ __forceinline__ uint32_t full_barrier(int stage) { return shared_address(block_shared) + offsetof(RingControl, full) + stage * 8; }
 __device__ __forceinline__ uint32_t empty_barrier(int stage) { return shared_address(block_shared) + offsetof(RingControl, empty) + stage * 8; }
 __device__ __forceinline__ uint32_t stage_slot(int stage) { return shared_address(block_shared) + RING_OFFSET + stage * STAGE_BYTES; }
-constexpr int STOP_DONE = 1, STOP_STARVED = 2;
+constexpr int STOP_DONE = 1, STOP_STARVED = 2, STOP_STALLED = 3;
 
 // Tries of a consumer warp (each some 20 ns at least) to get a stage. A stage that does not come at all means that the plan of loads is
 // wrong: the warp goes on, so that all threads reach the next barrier, where the block leaves.
@@ -72,7 +72,7 @@ class Loader {
   __device__ void work(const unsigned char* weights, const LoadRun* begin, const LoadRun* end, int instructions) {
     if (begin == end) return;
     LoadRun next = *begin;
-    for (int base = 0;; base += instructions) {
+    for (int base = 2;; base += instructions + 1) {  // Block::sequence of a step's first instruction: steps count as one as well
       for (const LoadRun* run = begin; run != end; ++run) {
         const LoadRun now = next;
         next = run + 1 == end ? *begin : run[1];  // fetched early: its address is needed when this one is done
