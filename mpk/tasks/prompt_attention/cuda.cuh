@@ -298,7 +298,6 @@ __device__ __forceinline__ void run(const Context& c, const Instruction& i, Bloc
     }
     Item<V>(c, i, b, rows, n % S::heads).run();
   }
-  fence_async();  // the next product reads the output by bulk copies
 }
 
 }  // namespace mpk::prompt_attention

@@ -198,7 +198,6 @@ __device__ __forceinline__ void run(const Context& c, const Instruction& i, Bloc
     compute<tiles::WIDEST>(c, i, b, p, job);
   else
     compute<tiles::WIDEST / 2>(c, i, b, p, job);
-  if (p.epilogue == kSwiglu) fence_async();  // the next product reads the output by bulk copies
 }
 
 }  // namespace mpk::prompt_linear

@@ -5,7 +5,6 @@
 #include "mpk/reduce.cuh"
 #include "mpk/tiles.cuh"
 #include "mpk/wait.cuh"
-#include "mpk/wgmma.cuh"
 
 namespace mpk::prompt_norm {
 
@@ -50,7 +49,6 @@ __device__ __forceinline__ void run(const Context& c, const Instruction& i, Bloc
         *reinterpret_cast<uint4*>(operand<unsigned char>(c, i, 1) + tiles::chunk_offset(row, column, c.prompt_room)) = {y[0], y[1], y[2], y[3]};
     }
   }
-  fence_async();  // the product reads them by bulk copies
 }
 
 }  // namespace mpk::prompt_norm

@@ -35,7 +35,10 @@ struct Context {
   int32_t max_batch, max_rows, max_context, max_pages, num_pages;
   // Of targets that read prompts with a graph of its own; else null and 0.
   const int64_t* places;    // where the stages of packed matrices stand, see tiles.cuh
-  int32_t prompt_room;      // rows that buffers of the prompt graph have
+  Step* prompt_step;
+  int32_t prompt_rows;      // most of a step
+  int32_t prompt_room;      // that the graph's buffers have
+  int32_t prompt_least;     // tokens that are worth a step of this kind
 };
 
 // Private memory of one worker thread.

@@ -116,6 +116,10 @@ struct Block {
   __device__ __forceinline__ void sync_group() const { asm volatile("bar.sync %0, 128;" ::"r"(CONSUMER_BARRIER + 1 + warp / 4) : "memory"); }
 };
 
+__device__ __forceinline__ tiles::Ring tile_ring() {
+  return {reinterpret_cast<tiles::Control*>(block_shared + TILES_OFFSET), shared_address(block_shared + RING_OFFSET)};
+}
+
 // What the threads behind the consumers do for tiles: their second warp stays to load them until told to stop.
 __device__ __forceinline__ void serve_tiles(const tiles::Ring& ring, int thread) {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
@@ -130,7 +134,7 @@ __device__ __forceinline__ Block make_block(const Arguments& a) {
   b.thread = int(threadIdx.x), b.warp = b.thread / 32, b.lane = b.thread % 32;
   b.scratch = block_shared + SCRATCH_OFFSET;
   b.pool = block_shared + RING_OFFSET;
-  b.tiles = {reinterpret_cast<tiles::Control*>(block_shared + TILES_OFFSET), shared_address(block_shared + RING_OFFSET)};
+  b.tiles = tile_ring();
   b.arguments = &a;
   return b;
 }

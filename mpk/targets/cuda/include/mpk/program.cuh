@@ -2,10 +2,11 @@
 #pragma once
 #include "mpk/block.cuh"
 #include "mpk/plan.hpp"
+#include "mpk/prompts.cuh"
 
 namespace mpk {
 
-__device__ __forceinline__ Context make_context(const Launch& l) {
+__device__ __forceinline__ Context make_context(const Launch& l, const Kernel& k) {
   Context c{};
   c.weights = address<const unsigned char>(l.weights);
   c.params = address<const unsigned char>(l.params);
@@ -30,6 +31,9 @@ __device__ __forceinline__ Context make_context(const Launch& l) {
   c.flagged_stride = l.flagged_stride;
   c.token_ns = address<int64_t>(l.token_ns);
   c.cancel = address<const int32_t>(l.cancel);
+  c.places = address<const int64_t>(k.places);
+  c.prompt_step = address<Step>(k.prompt_step);
+  c.prompt_rows = k.prompt_rows, c.prompt_room = k.prompt_room, c.prompt_least = k.prompt_least;
   c.max_batch = l.max_batch;
   c.max_rows = l.max_rows;
   c.max_context = l.max_context;
@@ -145,18 +149,95 @@ __device__ __forceinline__ void end_task(const Arguments& a, const Record& recor
   trace(a.launch, record.instruction.task, 0, m.started_ns, ended);
 }
 
+// What the present prompt step computes, into shared memory; false: there is none.
+__device__ __forceinline__ bool read_prompt_step(const Context& c, int thread, StepView& out) {
+  constexpr int WORDS = sizeof(Segment) / 4;
+  const int rows = load_int(&c.prompt_step->rows), segments = load_int(&c.prompt_step->segments);
+  if (rows == 0) return false;
+  if (thread < segments * WORDS) reinterpret_cast<int32_t*>(out.segments)[thread] = load_int(reinterpret_cast<const int32_t*>(c.segments) + thread);
+  if (thread == THREADS - 1) {
+    out.rows = rows, out.segment_count = segments;
+    out.logit_rows = load_int(&c.prompt_step->logit_rows), out.number = load_long(&c.prompt_step->number);
+  }
+  return true;
+}
+
+// One instruction of a prompt step; false: the program stops.
+template <class Dispatch>
+__device__ __forceinline__ bool run_prompt_instruction(const Arguments& a, const Context& c, Block& b, const Record& record, Dispatch dispatch) {
+  ++b.sequence;
+  if (b.thread == 0) begin_task(a, b);
+  dispatch(c, record.instruction, b);
+  const int64_t ended = b.thread == 0 ? trace_time(a.launch) : 0;
+  fence_async();  // bulk copies read what was written, and overwrite shared memory that was used
+  b.sync();
+  if (leaving(b)) return false;
+  if (b.thread == 0) {
+    signal_all(a, record);
+    if (a.launch.spans != 0) end_task(a, record, ended);
+  }
+  return true;
+}
+
+// All prompt steps; false: the program stops. `Dispatch` runs the tasks of the prompt graph.
+template <class Dispatch>
+__device__ __forceinline__ bool read_prompts(const Arguments& a, const Context& c, Block& b, Dispatch dispatch) {
+  BlockMemory& m = block_memory();
+  const Kernel& k = a.kernel;
+  const auto* stream_begin = address<const int32_t>(k.prompt_stream_begin);
+  const Record* first = address<const Record>(k.prompt_records) + stream_begin[b.sm];
+  const int count = stream_begin[b.sm + 1] - stream_begin[b.sm];
+  if (b.sm == k.prompt_planner) {
+    prompts::plan(c, b, true);
+    b.sync();
+    if (b.thread == 0) fence_release(), add_relaxed(counter(k, k.prompt_event), 1);
+  }
+  const bool fetches = b.warp == 1;
+  for (int64_t number = 1; count > 0; ++number) {  // nothing orders the end of a step behind a block without tasks, so it may not read it
+    ++b.sequence;
+    if (b.thread == 0 && !await_event(a, m.waits, k.prompt_event, number, k.prompt_task, number)) b.leave();
+    b.sync();
+    if (leaving(b)) return false;
+    if (fetches) fetch_record(&m.records[0], first, b.lane);
+    if (!read_prompt_step(c, b.thread, m.step)) break;
+    for (int i = 0; i < count; ++i) {
+      b.place = i % 2;
+      if (fetches) await_records();
+      b.sync();
+      if (fetches && i + 1 < count) fetch_record(&m.records[1 - b.place], first + i + 1, b.lane);
+      if (!run_prompt_instruction(a, c, b, m.records[b.place], dispatch)) return false;
+    }
+  }
+  if (b.thread == 0) {
+    if (b.sm == k.prompt_planner) fence_release(), add_relaxed(counter(k, k.prompt_over), 1);
+    if (count == 0 && !await_event(a, m.waits, k.prompt_over, 1, k.prompt_task, 0)) b.leave();
+  }
+  if (fetches) await_records();
+  fence_async();  // the ring of weights comes where tasks have had their memory
+  b.sync();
+  return !leaving(b);
+}
+
 // The 256 consumer threads. `Dispatch` is a functor (context, instruction, block) that runs one task; its PUBLISHES is the opcode after
 // which tokens are shown to the host.
 //
 // Warps meet before an instruction only where its record says so, and after it only if something is to be signalled. Records are
 // fetched two ahead by one warp: the one of the next instruction has come when the present one begins, and every body has all warps
 // meet at least once.
-template <class Dispatch>
-__device__ __forceinline__ void consume(const Arguments& a, Dispatch dispatch) {
+template <class Dispatch, class PromptDispatch>
+__device__ __forceinline__ void consume(const Arguments& a, Dispatch dispatch, PromptDispatch prompt_dispatch) {
   BlockMemory& m = block_memory();
-  const Context c = make_context(a.launch);
+  const Context c = make_context(a.launch, a.kernel);
   Block b = make_block(a);
-  if (b.thread == 0 && b.sm == a.kernel.planner) {
+  bool left = a.kernel.prompt_records != 0 && !read_prompts(a, c, b, prompt_dispatch);
+  if (!left) b.sequence = b.place = 0;
+  if (b.thread == 0) {
+    m.step.rows = 0;  // of the step before the first one
+    ring_control().started = 0, ring_control().open = 1;
+    b.tiles.control->stop = 1;
+  }
+  left = left || m.count == 0;
+  if (b.thread == 0 && b.sm == a.kernel.planner && !left) {
     plan_step(c);
     fence_release();
     add_relaxed(counter(a.kernel, STEP_EVENT), 1);
@@ -164,7 +245,6 @@ __device__ __forceinline__ void consume(const Arguments& a, Dispatch dispatch) {
   const bool fetches = b.warp == 1;
   if (fetches) fetch_record(&m.records[0], record_at(m, 0), b.lane), fetch_record(&m.records[1], record_at(m, 1), b.lane), await_records();
   b.sync();
-  bool left = false;
   while (!left && begin_step(a, c, b)) {
 #pragma unroll 1
     for (int i = 0; i < m.count; ++i) {
@@ -193,8 +273,8 @@ __device__ __forceinline__ void consume(const Arguments& a, Dispatch dispatch) {
   }
 }
 
-template <class Dispatch>
-__device__ __forceinline__ void run_program(const Arguments& a, Dispatch dispatch) {
+template <class Dispatch, class PromptDispatch>
+__device__ __forceinline__ void run_program(const Arguments& a, Dispatch dispatch, PromptDispatch prompt_dispatch) {
   const int thread = int(threadIdx.x), block = int(blockIdx.x);
   if (thread == 0) {
     for (int s = 0; s < STAGES; ++s) {
@@ -202,7 +282,8 @@ __device__ __forceinline__ void run_program(const Arguments& a, Dispatch dispatc
       barrier_init(empty_barrier(s), WARPS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    ring_control().shut = 1, ring_control().stop = 0, ring_control().started = 0;
+    tile_ring().prepare();
+    ring_control().shut = 1, ring_control().stop = 0, ring_control().started = 0, ring_control().open = 0;
     const auto* stream_begin = address<const int32_t>(a.launch.stream_begin);
     block_memory().step.rows = 0;  // of the step before the first one
     block_memory().leave_after = 0, block_memory().spans_used = 0, block_memory().waits.gave_up = 0, block_memory().waits.stall.reserved = 0;
@@ -211,9 +292,10 @@ __device__ __forceinline__ void run_program(const Arguments& a, Dispatch dispatc
   }
   __syncthreads();
   const int count = block_memory().count;
-  if (count == 0) return;  // nothing orders the end of a step behind a block without tasks, so it may not read the step
+  if (count == 0 && a.kernel.prompt_records == 0) return;  // nothing orders the end of a step behind a block without tasks, so it may not read the step
   if (thread >= THREADS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
+    if (thread / 32 == WARPS + 1 && a.kernel.prompt_records != 0) return tiles::Loader(tile_ring(), thread % 32).work();
     if (thread > THREADS) return;
     const auto* load_begin = address<const int32_t>(a.kernel.load_begin);
     const auto* loads = address<const LoadRun>(a.kernel.loads);
@@ -222,7 +304,7 @@ __device__ __forceinline__ void run_program(const Arguments& a, Dispatch dispatc
     return;
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
-  consume(a, dispatch);
+  consume(a, dispatch, prompt_dispatch);
 }
 
 }  // namespace mpk

@@ -24,6 +24,7 @@ struct RingControl {
   uint64_t full[MAX_STAGES], empty[MAX_STAGES];
   volatile int shut;         // 1: inputs are on their way, so few weights may be (small messages queue behind bulk copies)
   volatile int stop;         // leave; STOP_*
+  volatile int open;         // stages may be filled: prompts, whose tasks have the same memory, are read
   volatile int started;      // Block::sequence of the last instruction whose inputs have come; for runs without pipelining
 };
 
@@ -71,6 +72,8 @@ class Loader {
   // Fetches the stages of all runs [begin, end), step after step, until told to stop.
   __device__ void work(const unsigned char* weights, const LoadRun* begin, const LoadRun* end, int instructions) {
     if (begin == end) return;
+    while (!ring_control().open)
+      if (ring_control().stop) return;
     LoadRun next = *begin;
     for (int base = 2;; base += instructions + 1) {  // Block::sequence of a step's first instruction: steps count as one as well
       for (const LoadRun* run = begin; run != end; ++run) {
