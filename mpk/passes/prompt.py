@@ -72,7 +72,7 @@ class _Rewriter:
         epilogue, n = ("logits" if gather else str(a["epilogue"])), int(a["n"])
         inputs: tuple[str, ...] = (given,)
         if epilogue == "logits":
-            out = self._value("logits", self.workers, 4, kind="state")
+            out = self._value("logits", n, 4, kind="state")  # of the host: they take no place among activations
         elif epilogue == "residual":
             inputs = (given, self.names[op.inputs[1]])
             out = self._value(f"{op.name}.x", n)

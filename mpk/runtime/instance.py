@@ -120,6 +120,17 @@ class Instance:
 
         Raises `RequestError` if the instance was made without `trace_spans`.
         """
+        return [worker[worker["task"] < len(self.engine.graph.tasks)] for worker in self._all_spans()]
+
+    def prompt_spans(self) -> list[np.ndarray]:
+        """The same of tasks that read prompts by a graph of their own, numbered as there (`Engine.locate`)."""
+        begin = len(self.engine.graph.tasks)
+        found = [worker[worker["task"] >= begin] for worker in self._all_spans()]
+        for spans in found:
+            spans["task"] -= begin
+        return found
+
+    def _all_spans(self) -> list[np.ndarray]:
         if self._spans is None:
             raise RequestError("the instance keeps no trace", remedy="create it with trace_spans, the number of spans a worker")
         return [worker[:count].copy() for worker, count in zip(self._spans, self._span_count, strict=True)]
@@ -190,8 +201,9 @@ class Instance:
             raise InternalError(f"the program returned {code}")
 
     def _stall_text(self) -> str:
-        s, graph = self.state.stall[0], self.engine.graph
-        task = graph.tasks[int(s["task"])]
+        s = self.state.stall[0]
+        graph, number = self.engine.locate(int(s["task"]))
+        task = graph.tasks[number]
         where = f"worker {s['worker']} waits in step {s['step']} at task {task.id} ({graph.operator(task).name}, tiles {task.tile_begin} to {task.tile_end})"
         what = {layout.STALL_WEIGHTS: "weights that do not come", layout.STALL_DATA: "data that nobody writes"}.get(
             int(s["event"]), f"event {s['event']}, expected {s['expected']}, seen {s['seen']}")

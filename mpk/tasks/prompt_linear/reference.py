@@ -11,10 +11,8 @@ from mpk.tasks.prompt import own_columns
 
 
 def run(op: Operator, task: Task, env: Env) -> None:
-    """The task's columns of the output; `logits` leaves nothing in a buffer."""
+    """The task's columns of the output."""
     epilogue, k, rows = op.attrs["epilogue"], int(op.attrs["k"]), len(env.step.tokens)
-    if epilogue == "logits":
-        return
     x, out = env.buffers[op.inputs[0]][:rows, :k], env.buffers[op.outputs[0]]
     mine = own_columns(op, out.shape[1], task.tile_begin, task.tile_end)
     weights, biases = ([env.weight(name) for name in op.weights.get(role, ())] for role in ("weight", "bias"))

@@ -1,7 +1,7 @@
 """Task kind `prompt_linear`: a product of a prompt step with the matrix of an operator of the decode graph.
 
 Operator: inputs (input [rows, k padded to chunks],) and for `residual` (x [rows, n],) behind it, outputs (out,): [rows, n], for `swiglu` padded to
-chunks; `logits` writes where the host wants logits, so its output is a value of one nominal column a share; weights {weight: as `linear`, bias:
+chunks; `logits` writes where the host wants logits, so its output [rows, n] has no place in the arena; weights {weight: as `linear`, bias:
 optional}, attrs {n, k, epilogue: store | residual | swiglu | logits, shares, tile_columns (of `linear`)}.
 """
 

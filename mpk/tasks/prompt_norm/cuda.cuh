@@ -15,10 +15,11 @@ __device__ __forceinline__ void run(const Context& c, const Instruction& i, Bloc
   constexpr int hidden = int(V::hidden), shares = int(V::shares), rounds = (hidden + 255) / 256;  // of 256 columns a warp
   const float* norm = reinterpret_cast<const float*>(c.params + i.params);
   wait_inputs(b);
-  const int unit = b.lane % 4, quarter = b.lane / 4 * 32;  // a lane makes 16-byte units: columns 8 q + 2 unit, + 1 of 32, q = 0 to 3
   for (int row = i.tile_begin * WARPS + b.warp; row < b.step->rows; row += shares * WARPS) {
     if constexpr (V::all_logits)
       if (!load_int(&c.sequences[load_int(c.row_slot + row)].all_logits)) continue;
+    // A lane makes 16-byte units: columns 8 q + 2 unit, + 1 of 32, q = 0 to 3. Its number is asked anew, so that weights are not kept.
+    const int lane = own_lane(), unit = lane % 4, quarter = lane / 4 * 32;
     const bf16* from = operand<bf16>(c, i, 0) + int64_t(row) * hidden;
     uint32_t x[rounds][4];
     float sum = 0.0f;

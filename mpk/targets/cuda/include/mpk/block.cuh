@@ -22,7 +22,7 @@ namespace mpk {
 constexpr int THREADS = WARPS * 32;          // consumer threads, what `run` is called by
 constexpr int BLOCK_THREADS = THREADS + 128;  // and the loader's warp, in a warp group of its own
 // Registers move from the loader's warp group to the consumers': 3 * 128 * 168 are 128 * 40 + 256 * 232.
-constexpr int CONSUMER_REGISTERS = 224, LOADER_REGISTERS = 56;
+constexpr int CONSUMER_REGISTERS = 232, LOADER_REGISTERS = 40;
 constexpr int SCRATCH_BYTES = 64 * 1024;
 constexpr int MAX_ROWS = 16;  // of a step
 constexpr int CONSUMER_BARRIER = 1;  // id of the named barrier of the consumers; 0 is the whole block's

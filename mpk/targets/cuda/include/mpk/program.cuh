@@ -166,8 +166,13 @@ __device__ __forceinline__ bool read_prompt_step(const Context& c, int thread, S
 template <class Dispatch>
 __device__ __forceinline__ bool run_prompt_instruction(const Arguments& a, const Context& c, Block& b, const Record& record, Dispatch dispatch) {
   ++b.sequence;
+  b.thread = own_thread(), b.warp = b.thread / 32, b.lane = b.thread % 32;  // anew, so that nothing is kept that follows from them
   if (b.thread == 0) begin_task(a, b);
-  dispatch(c, record.instruction, b);
+  const bool only_logits = record.instruction.iargs[1] != 0;  // of all positions: nothing else needs the results
+  if (only_logits && b.step->logit_rows == 0)
+    b.wait();
+  else
+    dispatch(c, record.instruction, b);
   const int64_t ended = b.thread == 0 ? trace_time(a.launch) : 0;
   fence_async();  // bulk copies read what was written, and overwrite shared memory that was used
   b.sync();
