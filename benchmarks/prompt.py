@@ -1,7 +1,7 @@
 """Time to read a prompt of a named shape with random weights on a GPU target: `python -m benchmarks.prompt SHAPE [tokens ...]`.
 
 The time is of the kernel for one new token (a whole launch), the median of several; one JSON line a length. `--trace`: also the mean microseconds
-of a task's run and wait, by operator.
+of a task's run and wait, by operator. `--compile`: only compile the program.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ def trace(instance: object, graph: object) -> dict[str, list[float]]:
 
 def main() -> None:
     traced = "--trace" in sys.argv
-    name, *lengths = [a for a in sys.argv[1:] if a != "--trace"]
+    name, *lengths = [a for a in sys.argv[1:] if not a.startswith("--")]
     config = shapes.shape(name)
     source = shapes.RandomWeights(config, registry.build_graph(config))
     graph = mpk.Compiler("h200").lower_model(LoadedModel(config, source, None, name))
-    engine = build_cuda_engine(graph, source, random_seed=1)
+    engine = build_cuda_engine(graph, source, random_seed=1, load="--compile" not in sys.argv)
     print(json.dumps({"model": name, "resources": str(engine.cubin.resources["mpk_run"])}), flush=True)
+    if "--compile" in sys.argv:
+        return
     rng = np.random.default_rng(0)
     for length in map(int, lengths or ["512", "2048"]):
         instance = engine.create_instance(1, length + 64, stall_limit_s=2.0, trace_spans=20000 if traced else 0)

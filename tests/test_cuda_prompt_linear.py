@@ -20,7 +20,7 @@ def sizes(n: int, k: int, epilogue: int, bias: np.ndarray, shares: int) -> np.nd
     return np.concatenate([head, bias])
 
 
-@pytest.mark.parametrize(("n", "k", "rows", "shares"), [(128, 128, 16, 1), (200, 192, 130, 3), (2, 64, 1, 1), (272, 576, 300, 2), (320, 72, 257, 4)])
+@pytest.mark.parametrize(("n", "k", "rows", "shares"), [(128, 128, 16, 1), (200, 192, 130, 3), (8, 64, 1, 1), (272, 576, 300, 2), (320, 72, 257, 4)])
 @pytest.mark.parametrize("epilogue", [STORE, RESIDUAL, SWIGLU])
 @pytest.mark.parametrize("biased", [False, True])
 def test_product(n: int, k: int, rows: int, shares: int, epilogue: int, biased: bool) -> None:

@@ -63,8 +63,8 @@ class LoadedProgram:
             self.loader.fill_random(random_seed)
 
 
-def check_device(device: Device, graph: SMTaskGraph, plan: KernelPlan, shared: int, arena_bytes: int) -> None:
-    """Raise `TargetError` with the numbers for a GPU that is too old, too small or too full."""
+def check_device(device: Device, graph: SMTaskGraph, plan: KernelPlan, shared: int, arena_bytes: int | None = None) -> None:
+    """Raise `TargetError` with the numbers for a GPU that is too old, too small or too full. `arena_bytes`: of all graphs (default: `graph`'s)."""
     found = device.properties()
     what = f"device {device.index} ({found.name})"
     if found.capability != plan.capability:
@@ -76,7 +76,7 @@ def check_device(device: Device, graph: SMTaskGraph, plan: KernelPlan, shared: i
     if found.shared_memory_per_block < shared:
         raise TargetError(f"{what}: shared memory of a block", expected=f"{shared} bytes", actual=str(found.shared_memory_per_block))
     free, total = device.free_memory()
-    needed = graph.weight_bytes + arena_bytes
+    needed = graph.weight_bytes + (graph.arena_bytes if arena_bytes is None else arena_bytes)
     if needed > free:
         raise TargetError(f"weights and activations of the model on {what}: {gib(needed)}", expected=f"at most {gib(free)}, what is free of {gib(total)}",
                           remedy="stop other programs on the device, or use a smaller model")
@@ -314,7 +314,7 @@ def build_cuda_engine(graph: SMTaskGraph, source: WeightSource, *, progress: Bui
     plan = target.kernel
     assert plan is not None
     if load:
-        check_device(Device(0), graph, plan, shared_bytes(plan), graph.arena_bytes)  # before a minute of compiling
+        check_device(Device(0), graph, plan, shared_bytes(plan))  # before a minute of compiling
     builder = CudaProgramBuilder(graph)
     prompt = PromptProgram(prompt_graph(graph, target), builder) if prompts and target.prompt_rows else None
     report("compile the program", 0, 1)

@@ -29,99 +29,107 @@ struct Product {
   __device__ __forceinline__ int columns() const { return epilogue == kSwiglu ? 8 : 16; }  // outputs of a packed tile
 };
 
-// One 8 x 8 block of sums, its rows weights and its columns tokens, turned: this lane gets two neighbouring outputs of one token.
-__device__ __forceinline__ float2 turned(float first, float second) {
-  const uint32_t a = __float_as_uint(first), b = __float_as_uint(second);
-  const uint32_t lower = transpose_8x8(a & 0xffffu | b << 16), upper = transpose_8x8(a >> 16 | b & 0xffff0000u);
-  return {__uint_as_float(lower & 0xffffu | upper << 16), __uint_as_float(lower >> 16 | upper & 0xffff0000u)};
-}
-
 __device__ __forceinline__ float gated(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
 
-// What a warp does with its 16 rows of sums.
+// What a warp does with its 16 rows of sums: 32 tokens at a time they go through shared memory, to leave it token by token.
 template <int WIDTH>
 struct Finish {
+  static constexpr int PART = 32, STRIDE = 20, WARP_FLOATS = PART * STRIDE;  // 20: no two of a warp's values share a bank
+  static_assert(tiles::STAGE_COUNT * tiles::STAGE + WARPS * WARP_FLOATS * 4 <= POOL_BYTES, "they stand behind the stages");
+
   // `row`: of the tile's first token; `packed`: the warp's packed tile.
-  static __device__ __forceinline__ void run(const Context& c, const Instruction& i, const Block& b, const Product& p, float (&d)[WIDTH / 2], int row,
+  static __device__ __forceinline__ void run(const Context& c, const Instruction& i, const Block& b, const Product& p, const float (&d)[WIDTH / 2], int row,
                                              int packed, int rows) {
-    const int lane = own_lane(), of = packed * p.columns() + lane / 4;  // this lane's output before the blocks are turned
-    float low_bias = 0, high_bias = 0;
-    if (p.bias != nullptr) {
-      const int other = p.epilogue == kSwiglu ? (p.n + 15) / 16 * 16 + of : of + 8;
-      if (of < p.n) low_bias = __ldg(p.bias + of);
-      if (p.epilogue == kSwiglu ? of < p.n : other < p.n) high_bias = __ldg(p.bias + other);
-    }
-    if (p.epilogue == kSwiglu) return swiglu(c, i, b, d, row, packed, rows, low_bias, high_bias);
-    const int column = packed * 16 + lane % 4 * 2;
-    constexpr int BATCH = 8;  // blocks of 8 tokens whose old values are on their way at a time
+    const int lane = own_lane();
+    float* meeting = reinterpret_cast<float*>(b.pool + tiles::STAGE_COUNT * tiles::STAGE);
+    float* mine = meeting + b.warp * WARP_FLOATS + lane % 4 * 2 * STRIDE + lane / 4;
 #pragma unroll
-    for (int begin = 0; begin < WIDTH / 8; begin += BATCH) {
-      if (row + begin * 8 >= rows) break;
-      uint32_t old[BATCH][2] = {};
-      if (p.epilogue == kResidual) {
+    for (int part = 0; part < WIDTH / PART; ++part) {
+      const int first = row + part * PART;
+      if (first >= rows) break;
 #pragma unroll
-        for (int j = 0; j < BATCH; ++j) {
-          const int token = row + (begin + j) * 8 + lane / 4;
-          const bf16* from = operand<bf16>(c, i, 2) + int64_t(token) * p.n + column;
-          if (token < rows && column < p.n) old[j][0] = load_4(from);
-          if (token < rows && column + 8 < p.n) old[j][1] = load_4(from + 8);
-        }
+      for (int j = 0; j < PART / 8; ++j) {
+        const float* s = d + (part * PART / 8 + j) * 4;
+        float* to = mine + j * 8 * STRIDE;
+        to[0] = s[0], to[STRIDE] = s[1], to[8] = s[2], to[STRIDE + 8] = s[3];
       }
-#pragma unroll
-      for (int j = 0; j < BATCH; ++j) {
-        const float* s = d + 4 * (begin + j);
-        const float2 first = turned(s[0] + low_bias, s[1] + low_bias), second = turned(s[2] + high_bias, s[3] + high_bias);
-        const int token = row + (begin + j) * 8 + lane / 4;
-        if (token >= rows) continue;
-        put(c, i, p, token, column, first, old[j][0]), put(c, i, p, token, column + 8, second, old[j][1]);
+      if (p.epilogue == kSwiglu) {
+        b.sync_group();
+        activate(c, i, b, p, meeting + b.warp / 4 * 4 * WARP_FLOATS, first, packed & ~3, rows);
+        b.sync_group();
+      } else {
+        __syncwarp();
+        if (packed < p.packed_tiles) put(c, i, p, meeting + b.warp * WARP_FLOATS, first, packed * 16, rows);
+        __syncwarp();
       }
     }
   }
 
-  // Outputs `column`, `column` + 1 of a token; `old`: what they are added to.
-  static __device__ __forceinline__ void put(const Context& c, const Instruction& i, const Product& p, int token, int column, float2 y, uint32_t old) {
-    if (column >= p.n) return;
-    if (p.epilogue == kLogits) {
-      const int slot = load_int(c.row_slot + token), position = load_int(c.row_position + token);
-      if (!load_int(&c.sequences[slot].all_logits)) return;
-      float* to = c.logits_out + (slot * c.logits_out_positions + position) * int64_t(p.n) + column;
-      to[0] = y.x;
-      if (column + 1 < p.n) to[1] = y.y;
-      return;
-    }
-    const int64_t place = int64_t(token) * p.n + column;
-    *reinterpret_cast<uint32_t*>(operand<bf16>(c, i, 1) + place) = pack_bf16(y.x + low(old), y.y + high(old));
+  static __device__ __forceinline__ void read(float (&y)[8], const float* from) {
+    const float4 a = *reinterpret_cast<const float4*>(from), b = *reinterpret_cast<const float4*>(from + 4);
+    y[0] = a.x, y[1] = a.y, y[2] = a.z, y[3] = a.w, y[4] = b.x, y[5] = b.y, y[6] = b.z, y[7] = b.w;
   }
 
-  // A warp group has 32 outputs of 64 tokens at a time, which meet in shared memory: its 4 warps have a word each of every 16-byte unit.
-  static __device__ __forceinline__ void swiglu(const Context& c, const Instruction& i, const Block& b, float (&d)[WIDTH / 2], int row, int packed, int rows,
-                                                float gate_bias, float up_bias) {
-    const int lane = own_lane(), group = b.warp / 4, word = b.warp % 4, thread = b.thread % 128;
-    uint32_t* meeting = reinterpret_cast<uint32_t*>(b.pool + tiles::STAGE_COUNT * tiles::STAGE) + group * (64 * 16);
-    unsigned char* out = operand<unsigned char>(c, i, 1);
-    const int column = packed / tiles::PACKED_TILES * tiles::CHUNK + group * 32;  // the group's first output
+  // A warp's 16 outputs of 32 tokens: a lane has 8 of one token at a time. `column`: the first one.
+  static __device__ __forceinline__ void put(const Context& c, const Instruction& i, const Product& p, const float* sums, int first, int column, int rows) {
+    const int lane = own_lane(), token = lane / 2, own = column + lane % 2 * 8;
+    if (own >= p.n) return;
+    const bf16* old_rows = p.epilogue == kResidual ? operand<bf16>(c, i, 2) + own : nullptr;
+    uint4 old[2] = {};
 #pragma unroll
-    for (int part = 0; part < WIDTH / 64; ++part) {
-      if (row + part * 64 >= rows) break;
+    for (int n = 0; n < 2; ++n)
+      if (old_rows != nullptr && first + token + n * 16 < rows) old[n] = load_16(old_rows + int64_t(first + token + n * 16) * p.n);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const float* s = d + part * 32 + j * 4;
-        const uint32_t pair = transpose_8x8(pack_bf16(gated(s[0] + gate_bias, s[2] + up_bias), gated(s[1] + gate_bias, s[3] + up_bias)));
-        const int token = j * 8 + lane / 4;
-        meeting[token * 16 + lane % 4 * 4 + (word ^ (token >> 1 & 3))] = pair;  // so that no two lanes share a bank
+    for (int n = 0; n < 2; ++n) {
+      const int at = first + token + n * 16;
+      if (at >= rows) return;
+      float y[8], bias[8];
+      read(y, sums + (token + n * 16) * STRIDE + lane % 2 * 8);
+      if (p.bias != nullptr) {
+        read(bias, p.bias + own);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) y[e] += bias[e];
       }
-      b.sync_group();
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        const int token = n * 32 + thread / 4, unit = thread % 4, turn = token >> 1 & 3;
-        uint4 v = *reinterpret_cast<const uint4*>(meeting + token * 16 + unit * 4);
-        if (turn & 1) v = {v.y, v.x, v.w, v.z};
-        if (turn & 2) v = {v.z, v.w, v.x, v.y};
-        const int at = row + part * 64 + token;
-        if (at < rows) *reinterpret_cast<uint4*>(out + tiles::chunk_offset(at, column + unit * 2, c.prompt_room)) = v;
+      if (p.epilogue == kLogits) {
+        put_logits(c, p, y, at, own);
+      } else {
+        y[0] += low(old[n].x), y[1] += high(old[n].x), y[2] += low(old[n].y), y[3] += high(old[n].y);
+        y[4] += low(old[n].z), y[5] += high(old[n].z), y[6] += low(old[n].w), y[7] += high(old[n].w);
+        *reinterpret_cast<uint4*>(operand<bf16>(c, i, 1) + int64_t(at) * p.n + own) = {pack_bf16(y[0], y[1]), pack_bf16(y[2], y[3]), pack_bf16(y[4], y[5]),
+                                                                                        pack_bf16(y[6], y[7])};
       }
-      b.sync_group();
     }
+  }
+
+  static __device__ __forceinline__ void put_logits(const Context& c, const Product& p, const float (&y)[8], int row, int column) {
+    const int slot = load_int(c.row_slot + row), position = load_int(c.row_position + row);
+    if (load_int(&c.sequences[slot].all_logits) == 0) return;
+    float* to = c.logits_out + (slot * c.logits_out_positions + position) * int64_t(p.n) + column;
+#pragma unroll
+    for (int e = 0; e < 8; ++e)
+      if (column + e < p.n) to[e] = y[e];
+  }
+
+  // A warp group's 32 outputs of 32 tokens: a thread has a 16-byte unit, columns 8 q + 2 unit, + 1, which come from warp q. `packed`: of the
+  // group's first warp.
+  static __device__ __forceinline__ void activate(const Context& c, const Instruction& i, const Block& b, const Product& p, const float* sums, int first,
+                                                  int packed, int rows) {
+    const int thread = b.thread % 128, token = thread / 4, unit = thread % 4, at = first + token;
+    if (at >= rows) return;
+    uint32_t out[4];
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      const float* from = sums + q * WARP_FLOATS + token * STRIDE + unit * 2;
+      float2 gate = *reinterpret_cast<const float2*>(from), up = *reinterpret_cast<const float2*>(from + 8);
+      const int column = (packed + q) * 8 + unit * 2;
+      if (p.bias != nullptr && column < p.n) {
+        const float *gates = p.bias + column, *ups = gates + (p.n + 15) / 16 * 16;
+        gate.x += __ldg(gates), gate.y += __ldg(gates + 1), up.x += __ldg(ups), up.y += __ldg(ups + 1);
+      }
+      out[q] = pack_bf16(gated(gate.x, up.x), gated(gate.y, up.y));
+    }
+    const int64_t to = tiles::chunk_offset(at, packed * 8 + unit * 2, c.prompt_room);
+    *reinterpret_cast<uint4*>(operand<unsigned char>(c, i, 1) + to) = {out[0], out[1], out[2], out[3]};
   }
 };
 
