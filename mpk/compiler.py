@@ -14,6 +14,7 @@ from mpk.passes import pipeline
 from mpk.passes.partition import Options
 from mpk.runtime.arguments import require_whole
 from mpk.targets import hardware
+from mpk.tasks.messages import MAX_RANKS
 
 if TYPE_CHECKING:
     from mpk.runtime.engine import Engine
@@ -26,10 +27,11 @@ class Compiler:
     """Lowers and builds models for one target.
 
     target_hardware: a name that `mpk targets` lists, or "auto" (the first GPU that is described, else the CPU threads).
-    tensor_parallel_size: number of devices that share one model.
+    tensor_parallel_size: number of devices that share one model, 1 to 8; `lower_model` refuses a number that the model's sizes do not allow.
     enable_cross_op_pipelining: let weights be fetched ahead of the events that their task waits for.
     dtype: "bf16" or "f32", type of weights and key-value cache. max_rows: token rows of one step (prompts are read in chunks
-    of that many). max_batch: sequences of one call. workers: SMs or threads used (default: all of the target).
+    of that many). max_batch: sequences of one call. workers: SMs or threads used by each device (default: all of the target; on cpp, where
+    devices are groups of threads, an equal part of the processors).
 
     Raises `TargetError` for an unknown target and for options the target does not have.
     """
@@ -38,7 +40,8 @@ class Compiler:
                  dtype: str = "bf16", max_rows: int | None = None, max_batch: int = 16, workers: int | None = None) -> None:
         if not isinstance(target_hardware, str):
             raise TargetError("target_hardware", expected="the name of a target, or 'auto'", actual=repr(target_hardware))
-        for name, value, optional in (("max_batch", max_batch, False), ("max_rows", max_rows, True), ("workers", workers, True)):
+        for name, value, optional in (("max_batch", max_batch, False), ("max_rows", max_rows, True),
+                                      ("tensor_parallel_size", tensor_parallel_size, False), ("workers", workers, True)):
             require_whole(name, value, optional=optional)
         if dtype not in ("bf16", "f32"):
             raise TargetError(f"dtype '{dtype}'", expected="bf16 or f32")
@@ -49,8 +52,8 @@ class Compiler:
             max_rows = target.max_rows
         if max_rows < max_batch:
             raise RequestError(f"max_rows {max_rows}", expected=f"at least max_batch ({max_batch})")
-        if tensor_parallel_size != 1:
-            raise TargetError(f"tensor_parallel_size {tensor_parallel_size}", expected="1", remedy="more devices are not supported yet")
+        if not 1 <= tensor_parallel_size <= MAX_RANKS:
+            raise RequestError(f"tensor_parallel_size {tensor_parallel_size}", expected=f"1 to {MAX_RANKS}")
         if max_rows > target.max_rows:
             raise RequestError(f"max_rows {max_rows}", expected=f"at most {target.max_rows} on target {target.name}")
         if target.backend == "cuda" and dtype != "bf16":
@@ -59,9 +62,11 @@ class Compiler:
             if not 1 <= workers <= target.max_workers:
                 raise TargetError(f"workers {workers}", expected=f"1 to {target.max_workers} on target {target.name}")
             target = target.with_workers(int(workers))
+        elif target.backend == "cpp":  # the ranks are groups of threads of one machine
+            target = target.with_workers(max(1, target.workers // int(tensor_parallel_size)))
         self.target = target
         self.enable_cross_op_pipelining = enable_cross_op_pipelining
-        self.options = Options(max_rows=int(max_rows), max_batch=int(max_batch), dtype=dtype)
+        self.options = Options(max_rows=int(max_rows), max_batch=int(max_batch), dtype=dtype, tensor_parallel=int(tensor_parallel_size))
 
     def require_device(self) -> None:
         """Raise `TargetError` in one line where this machine lacks what the target runs on; lowering needs no device."""
@@ -101,6 +106,8 @@ class Compiler:
             raise GraphError("build", expected="a graph that lower_model or SMTaskGraph.load returned", actual=type(sm_graph).__name__)
         if sm_graph.target != self.target.name:
             raise GraphError(f"graph lowered for target {sm_graph.target}", expected=self.target.name)
+        if sm_graph.ranks != self.options.tensor_parallel:
+            raise GraphError(f"graph lowered for {sm_graph.ranks} devices", expected=f"{self.options.tensor_parallel}, the compiler's tensor_parallel_size")
         source = model if model is not None else sm_graph.model
         if source is None:
             raise GraphError("graph without weights", remedy="pass the model: build(sm_graph, model=...)")

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.perfetto_file import Read
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -78,6 +80,7 @@ def test_generate_streams_text_and_ends_with_a_summary(tmp_path: Path) -> None:
     (("inspect", "SmolLM2-135M", "--schedule", "/no/such/folder/a.svg"), "--schedule /no/such/folder/a.svg cannot be written"),
     (("inspect", "SmolLM2-135M", "--save", "/no/such/folder/a.mpk"), "/no/such/folder/a.mpk cannot be written"),
     (("trace", "--output", "/no/such/folder/a.json"), "--output /no/such/folder/a.json cannot be written (No such file or directory)"),
+    (("trace", "--output", "/dev/null", "--html", "/no/such/folder/a.html"), "--html /no/such/folder/a.html cannot be written (No such file or directory)"),
     (("trace", "--steps", "0"), "--steps 0, expected 1 or more"),
     (("trace", "--context", "0"), "--context 0, expected 1 or more"),
     (("trace", "--batch", "0"), "--batch 0, expected 1 to 16"),
@@ -133,18 +136,23 @@ def test_verify_names_the_first_fault_of_a_saved_graph(tmp_path: Path, small_fol
     assert "read-after-write" in done.stdout and f"task {victim.id}" in done.stdout and "l1.mlp" in done.stdout
 
 
-def test_trace_writes_a_perfetto_file_with_every_operator(tmp_path: Path) -> None:
-    output = tmp_path / "trace.json"
-    done = mpk("trace", "--output", str(output), "--steps", "2", "--context", "5", "--json")
+def test_trace_writes_pictures_of_every_operator_and_sums_them_up(tmp_path: Path) -> None:
+    trace, page = tmp_path / "a.pftrace", tmp_path / "a.html"
+    done = mpk("trace", "--output", str(trace), "--html", str(page), "--steps", "2", "--context", "5", "--json")
     assert done.returncode == 0, done.stderr
-    events = json.loads(output.read_text())["traceEvents"]
-    names = {e["name"] for e in events if e["ph"] == "X"}
-    assert {"l0.qkv", "l29.down", "logits", "sample", "advance"} <= names
-    assert any(n.startswith("wait ") for n in names)
-    assert sum(e["name"] == "advance" and e["ph"] == "X" for e in events) == 2  # the step that read the prompt is left out
-    assert sum(e["name"] == "l5.down" and e["args"]["tiles"].startswith("0-") for e in events if e["ph"] == "X") == 2
-    assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")
-    assert json.loads(done.stdout)["per_operator"]["gate_up"]["run_us"] > 0
+    slices = Read(trace).slices
+    names = {name for _, name, *_ in slices}
+    assert {"l0.qkv", "l29.down", "logits", "sample", "advance", "wait for an event: l29.down"} <= names
+    assert any(n.startswith("wait for the step: ") for n in names)
+    assert sum(name == "advance" for _, name, *_ in slices) == 2  # the step that read the prompt is left out
+    assert sum(name == "l5.down" and arguments["first tile"] == 0 for _, name, _, _, _, arguments in slices) == 2
+    report = json.loads(done.stdout)
+    times = report["per_operator"]
+    assert times["gate_up"]["run_us"] > 0 and times["gate_up"]["bytes"] == 30 * 2 * 1536 * 576 * 2
+    assert times["gate_up"]["gb_s"] == pytest.approx(times["gate_up"]["bytes"] / times["gate_up"]["active_us"] / 1e3, rel=0.01)
+    assert all(row["run_us"] <= row["active_us"] + 0.02 for row in times.values())
+    assert report["utilisation"] + sum(report["idle"].values()) == pytest.approx(1.0, abs=1e-3)
+    assert "SmolLM2" in page.read_text() or "smollm2" in page.read_text()
 
 
 def test_targets_lists_figures_with_sources() -> None:

@@ -90,7 +90,7 @@ class CudaProgramBuilder(ProgramBuilder):
         """Whether fast warps of a block may begin `task` while slow ones finish `before`: both kinds allow it, and all that they touch waits
         for itself (the order of a queue makes plain memory visible only because all threads meet)."""
         pair = (self.graph.tasks[before], self.graph.tasks[task])
-        return all(load_kinds()[t.kind].overlaps and all(self.graph.buffers[r.buffer].flagged for r in (*t.reads, *t.writes)) for t in pair)
+        return all(load_kinds()[t.kind].overlaps and all(self.graph.buffers[r.buffer].says_itself for r in (*t.reads, *t.writes)) for t in pair)
 
     def _loads(self) -> tuple[np.ndarray, np.ndarray]:
         rows: list[tuple[int, ...]] = []

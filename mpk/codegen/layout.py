@@ -32,10 +32,10 @@ STRUCTS: dict[str, list[Field]] = {
         ("wait_count", "int32_t", 1),
         ("signal_begin", "int32_t", 1),
         ("signal_count", "int32_t", 1),
-        ("iargs", "int32_t", 2),  # kind-specific, e.g. share and number of shares
+        ("iargs", "int32_t", 2),  # kind-specific (TaskKind.arguments), e.g. which message of how many
         ("weights", "int64_t", 1),  # byte offset of the operator's packed matrix, -1: none
         ("params", "int64_t", 1),  # byte offset of the operator's packed float32 parameters (norms, biases), -1: none
-        ("operand", "int64_t", MAX_OPERANDS),  # byte offsets in the arena, in the order of TaskKind.operands, -1: unused
+        ("operand", "int64_t", MAX_OPERANDS),  # byte offsets in the arena (peer buffers: in peer memory), in the order of TaskKind.operands, -1: unused
     ],
     "Wait": [("event", "int32_t", 1), ("count", "int32_t", 1)],  # value needed in step s (from 1): count * s
     "Signal": [("event", "int32_t", 1), ("amount", "int32_t", 1)],
@@ -121,6 +121,13 @@ STRUCTS: dict[str, list[Field]] = {
         ("stall_limit_ns", "int64_t", 1),
         ("num_events", "int32_t", 1),
         ("spin_limit", "int32_t", 1),  # polls before a waiting worker begins to yield its processor
+        ("rank", "int32_t", 1),  # of this run among those that share the model
+        ("ranks", "int32_t", 1),
+        ("peers", "uint64_t", 1),  # uint64 [ranks]: addresses of the peer memory of every rank, this one's too; 0: there is one rank
+        ("group_stop", "uint64_t", 1),  # int32 that all ranks of the process see, not 0: one of them gave up; 0: not there
+        ("halt_step", "int64_t", 1),  # worker 0 stops working in this step, for tests of the watchdog; 0: never
+        ("flag_base", "uint32_t", 1),  # what the flags of this run start from
+        ("halt_reserved", "int32_t", 1),
     ],
     # What the CUDA kernel needs besides `Launch`. Addresses are of device memory.
     "Kernel": [
@@ -180,7 +187,7 @@ STRUCTS: dict[str, list[Field]] = {
         ("worker", "int32_t", 1),
         ("task", "int32_t", 1),
         ("event", "int32_t", 1),
-        ("reserved", "int32_t", 1),
+        ("peer", "int32_t", 1),  # 1 + the rank whose part of a message did not come; 0: it is an event
         ("expected", "int64_t", 1),
         ("seen", "int64_t", 1),
         ("step", "int64_t", 1),

@@ -113,12 +113,13 @@ class ProgramBuilder:
         buffers = kind.buffers(op, tensors)
         if len(kind.operands) > layout.MAX_OPERANDS:
             raise InternalError(f"task kind {kind.name} has {len(kind.operands)} operands, at most {layout.MAX_OPERANDS} fit")
-        operands = [graph.arena[buffers[n]].offset if n in buffers and buffers[n] in graph.arena else -1 for n in kind.operands]
+        places = {**graph.arena, **graph.peers}
+        operands = [places[buffers[n]].offset if n in buffers and buffers[n] in places else -1 for n in kind.operands]
         packed = matrix_bytes(kind, op, graph)
         tiles = kind.tiles(op, tensors)
         streamed = packed > 0 and kind.cost(op, tensors, 0, tiles, graph.dtype).weight_bytes >= packed
         return _Placement(self.matrix_offset(op) if packed else -1, graph.param_offsets.get(op.name, -1), operands,
-                          packed // tiles if streamed else 0)
+                          packed // tiles if streamed else 0, kind.arguments(op))
 
     def _instruction(self, out: np.ndarray, task: Task, place: _Placement, waits: tuple[int, int], signals: tuple[int, int]) -> None:
         out["opcode"], out["task"], out["op"] = self.opcodes[task.op], task.id, task.op
@@ -127,6 +128,7 @@ class ProgramBuilder:
         out["wait_begin"], out["wait_count"] = waits
         out["signal_begin"], out["signal_count"] = signals
         out["weights"], out["params"] = place.weights, place.params
+        out["iargs"] = place.arguments
         out["operand"] = place.operands + [-1] * (layout.MAX_OPERANDS - len(place.operands))
 
     def _prefetch(self, task: Task, place: _Placement) -> tuple[int, int]:
@@ -138,12 +140,13 @@ class ProgramBuilder:
 
 @dataclass(frozen=True)
 class _Placement:
-    """Where an operator's memory is. `tile_bytes`: packed weights of a tile, 0 where tasks do not stream theirs."""
+    """Where an operator's memory is: operands in the arena, or in peer memory where the kind says so. `tile_bytes`: packed weights of a tile, 0 where tasks do not stream theirs."""
 
     weights: int
     params: int
     operands: list[int]
     tile_bytes: int
+    arguments: tuple[int, int]
 
 
 def constant(name: str, value: Scalar) -> str:

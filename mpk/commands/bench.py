@@ -33,7 +33,7 @@ def command(
     target: Annotated[str, typer.Option(help="auto, cpp, or another target that `mpk targets` lists.")] = "auto",
     batch: Annotated[str, typer.Option(help="Sequences in a step; several separated by commas.")] = "1",
     context: Annotated[str, typer.Option(help="Mean context of the measured steps in tokens; several separated by commas.")] = "512",
-    tp: Annotated[int, typer.Option(help="Devices that share the model.")] = 1,
+    tp: Annotated[int, typer.Option(help="Devices that share the model (on cpp: groups of threads), 1 to 8.")] = 1,
     dtype: Annotated[str, typer.Option(help="Type of weights and key-value cache: bf16 or f32.")] = "bf16",
     workers: Annotated[int | None, typer.Option(help="Worker threads or SMs (default: all of the target).")] = None,
     repeats: Annotated[int, typer.Option(help="Generations measured for each line.")] = 3,

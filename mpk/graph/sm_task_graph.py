@@ -80,7 +80,10 @@ class Event:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Memory of an activation, of state, or of the key-value cache; `row_bytes` is columns times the element size. `flagged`: see `Value`."""
+    """Memory of an activation, of state, of the key-value cache, or of messages between ranks; `row_bytes` is columns times the element size.
+
+    `flagged`: see `Value`.
+    """
 
     name: str
     columns: int
@@ -92,6 +95,11 @@ class Buffer:
     @property
     def row_bytes(self) -> int:
         return self.columns * self.element_bytes
+
+    @property
+    def says_itself(self) -> bool:
+        """Whether its words say themselves that they have been written, so that readers wait for them: flagged buffers, and messages between ranks."""
+        return self.flagged or self.kind == "peer"
 
 
 class Allocation(NamedTuple):
@@ -113,19 +121,26 @@ class MachineLimits:
 
 @dataclass
 class SMTaskGraph:
-    """Tasks, events, queues and the memory plan of one step of a model on one device."""
+    """Tasks, events, queues and the memory plan of one step of a model on one device.
+
+    With `ranks` > 1 every one of so many devices runs this graph, each with its part of the weights; buffers of kind "peer" are
+    written by all of them, in the memory of all of them.
+    """
 
     tensor_graph: TensorGraph
     target: str
     num_workers: int
     max_rows: int
     dtype: str = "bf16"
+    ranks: int = 1
     tasks: list[Task] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     queues: list[list[int]] = field(default_factory=list)
     buffers: dict[str, Buffer] = field(default_factory=dict)
     arena: dict[str, Allocation] = field(default_factory=dict)
     arena_bytes: int = 0
+    peers: dict[str, Allocation] = field(default_factory=dict)  # places of buffers of kind "peer" in a rank's peer memory
+    peer_bytes: int = 0
     flagged_begin: int = 0  # part of the arena with the first copy of all flagged buffers; the second follows `flagged_bytes` behind it
     flagged_bytes: int = 0
     weight_offsets: dict[str, int] = field(default_factory=dict)  # packed matrices: TaskKind.packed_key -> byte offset
@@ -218,8 +233,10 @@ class SMTaskGraph:
             "waits": sum(len(t.waits) for t in self.tasks),
             "signals": sum(len(t.signals) for t in self.tasks),
             "workers": self.num_workers,
+            "ranks": self.ranks,
             "weight_bytes": sum(t.cost.weight_bytes for t in self.tasks),
             "arena_bytes": self.arena_bytes,
+            "peer_bytes": self.peer_bytes,
             "critical_path_tasks": self.critical_path_length(),
         }
 

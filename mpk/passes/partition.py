@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mpk.errors import InternalError
 from mpk.graph.sm_task_graph import Buffer, MachineLimits, SMTaskGraph
 from mpk.graph.tensor_graph import TensorGraph
 from mpk.targets.hardware import Target
@@ -20,31 +21,50 @@ ELEMENT_BYTES = {"f32": 4, "bf16": 2}
 
 @dataclass(frozen=True)
 class Options:
-    """What a graph is lowered for besides the model: rows a step may hold, sequences in a batch, weight type."""
+    """What a graph is lowered for besides the model: rows a step may hold, sequences in a batch, weight type, devices that share it."""
 
     max_rows: int = 256
     max_batch: int = 16
     dtype: str = "bf16"
+    tensor_parallel: int = 1
 
 
 def run(graph: TensorGraph, target: Target, options: Options) -> SMTaskGraph:
     """TensorGraph of task kinds -> SMTaskGraph with tasks and buffers, without order."""
-    out = SMTaskGraph(graph, target.name, target.workers, options.max_rows, options.dtype)
+    out = SMTaskGraph(graph, target.name, target.workers, options.max_rows, options.dtype, options.tensor_parallel)
     # Threads have scratch memory per task kind; on a GPU the kernel's own plan of shared memory takes that place.
     scratch = target.scratch_bytes if target.backend == "cpp" else 1 << 60
     out.limits = MachineLimits(target.workers, target.max_events, 1 << 40, scratch)
     declare_buffers(out, options, target)
     rotation = 0
+    cuts: list[list[tuple[int, int]]] = []
     for index, op in enumerate(graph.operators):
         kind = kind_of(op)
         tiles = kind.tiles(op, graph)
         count = max(1, min(tiles, target.workers, kind.max_splits(op, graph)))
-        for begin, end in ranges(tiles, count, rotation):
+        leader = leader_of(graph, index)
+        made = ranges(tiles, count, rotation) if leader is None else cuts[leader]
+        cuts.append(made)
+        for begin, end in made:
             out.add_task(op.kind, index, (begin, end), kind.reads(op, graph, begin, end), kind.writes(op, graph, begin, end),
                          kind.cost(op, graph, begin, end, options.dtype))
-        rotation = (rotation + tiles % count) % count if count > 1 else rotation
+        if leader is None:
+            rotation = (rotation + tiles % count) % count if count > 1 else rotation
     out.notes.append(f"partition: {len(out.tasks)} tasks of {len(graph.operators)} operators for {target.workers} workers")
     return out
+
+
+def leader_of(graph: TensorGraph, index: int) -> int | None:
+    """The operator with whose tasks those of operator `index` go, range by range (see `TaskKind.follows`), or None."""
+    op = graph.operators[index]
+    kind = kind_of(op)
+    if not kind.follows:
+        return None
+    buffer = kind.buffers(op, graph)[kind.follows]
+    leader = next(i for i in range(index - 1, -1, -1) if buffer in graph.operators[i].outputs)
+    if kind_of(graph.operators[leader]).tiles(graph.operators[leader], graph) != kind.tiles(op, graph):
+        raise InternalError(f"operator {op.name} goes with {graph.operators[leader].name}, but has another number of tiles")
+    return leader
 
 
 def ranges(tiles: int, count: int, rotation: int) -> list[tuple[int, int]]:

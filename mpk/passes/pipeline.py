@@ -9,7 +9,7 @@ from mpk import settings
 from mpk.errors import RequestError
 from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.graph.tensor_graph import TensorGraph
-from mpk.passes import dependencies, event_fusion, fuse, memory, partition, prompt, schedule, split_attention, split_sampling, verify
+from mpk.passes import dependencies, event_fusion, fuse, memory, partition, prompt, schedule, shard, split_attention, split_sampling, verify
 from mpk.passes.partition import Options
 from mpk.targets.hardware import Target
 
@@ -18,6 +18,7 @@ def tensor_passes(target: Target, options: Options) -> list[tuple[str, Callable[
     """Passes from TensorGraph to TensorGraph, in order."""
     passes = [
         ("fuse", lambda g: fuse.run(g, options.max_batch, target.append_in, target.swiglu_columns, target.flagged)),
+        ("shard", lambda g: shard.run(g, options.tensor_parallel, target.two_shot_bytes.value)),
         ("split_attention", lambda g: split_attention.run(g, target.workers)),
     ]
     if target.backend == "cuda":

@@ -3,7 +3,7 @@
 Runs after `dependencies` and before `event_fusion`, because the order within a queue makes many dependencies hold without
 an event. Tasks are taken in sequential order, so every queue is sorted by task id and no schedule can contain a cycle. Each
 goes to the worker on which it would finish first; a worker that holds one of its producers wins a tie (no event between
-them), then the one with the least work so far.
+them), then the one with the least work so far. Tasks that go with another operator's (`TaskKind.follows`) take its workers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpk.graph.sm_task_graph import SMTaskGraph, Task
+from mpk.passes.partition import leader_of
 from mpk.targets.hardware import Target
 
 
@@ -29,6 +30,8 @@ def run(graph: SMTaskGraph, target: Target) -> SMTaskGraph:
     finish = np.zeros(len(graph.tasks))
     ready_of: dict[frozenset[int], float] = {}
     queues: list[list[int]] = [[] for _ in range(workers)]
+    leaders: dict[int, int | None] = {}
+    placed: dict[tuple[int, int], int] = {}  # (operator, first tile) -> worker
     previous_op, taken = -1, np.zeros(workers, dtype=np.int64)
     for task in graph.tasks:
         if task.op != previous_op:
@@ -45,6 +48,12 @@ def run(graph: SMTaskGraph, target: Target) -> SMTaskGraph:
         # Spread the tasks of an operator first: its estimated times are equal only on paper.
         order = np.lexsort((np.arange(workers), load, end, taken))
         worker = int(order[0])
+        if task.op not in leaders:
+            leaders[task.op] = leader_of(graph.tensor_graph, task.op)
+        leader = leaders[task.op]
+        if leader is not None:
+            worker = placed[leader, task.tile_begin]
+        placed[task.op, task.tile_begin] = worker
         task.worker = worker
         queues[worker].append(task.id)
         taken[worker] += 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mpk.errors import InternalError
 from mpk.graph.tensor_graph import Operator, TensorGraph, Value
 
 WANTED_EFFICIENCY = 0.95
@@ -30,7 +31,10 @@ def choose_splits(kv_heads: int, workers: int) -> int:
 
 def run(graph: TensorGraph, workers: int) -> TensorGraph:
     """Set `splits` on every attention operator and insert `attention_combine` where splits > 1."""
-    splits = choose_splits(graph.config.num_kv_heads, workers)
+    kv_heads = {int(op.attrs["kv_heads"]) for op in graph.operators if op.kind in ATTENTION_KINDS}  # of this rank
+    if len(kv_heads) != 1:
+        raise InternalError(f"attention with {sorted(kv_heads)} key-value heads, expected one number")
+    splits = choose_splits(kv_heads.pop(), workers)
     if splits == 1:
         return graph
     values: dict[str, Value] = {}

@@ -296,6 +296,9 @@ class CudaExecutor:
     def now_ns(self) -> int:
         return time.perf_counter_ns()
 
+    def stalls(self) -> Sequence[np.void]:
+        return [self.state.stall[0]]
+
 
 def earliest(stalls: np.ndarray) -> np.void:
     """Of what the blocks report (Stall, one a block, zeros where a block did not wait) the earliest wait: the others follow from it."""

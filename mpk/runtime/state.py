@@ -121,11 +121,14 @@ class State:
             "prefetch": tables.prefetch if pipelining else None, "stall": self.stall, "spans": spans, "span_count": span_count,
         }
 
-    def launch(self, arrays: Mapping[str, np.ndarray | None], scratch_bytes: int, stall_limit_s: float) -> np.ndarray:
-        """The `Launch` of one run over `arrays`, which must outlive the run."""
+    def launch(self, arrays: Mapping[str, np.ndarray | None], scratch_bytes: int, stall_limit_s: float, threads: int | None = None) -> np.ndarray:
+        """The `Launch` of one run over `arrays`, which must outlive the run; `threads`: that run at the same time (default: the workers)."""
         logits, spans = arrays["logits_out"], arrays["spans"]
-        return self.launch_at({name: address(a) for name, a in arrays.items()}, 0 if logits is None else logits.shape[1],
-                              0 if spans is None else spans.shape[1], scratch_bytes, stall_limit_s)
+        out = self.launch_at({name: address(a) for name, a in arrays.items()}, 0 if logits is None else logits.shape[1],
+                             0 if spans is None else spans.shape[1], scratch_bytes, stall_limit_s)
+        if threads is not None and threads > available_cpus():
+            out["spin_limit"] = SPINS_CROWDED
+        return out
 
     def launch_at(self, addresses: Mapping[str, int], logits_positions: int, span_capacity: int, scratch_bytes: int,
                   stall_limit_s: float) -> np.ndarray:
@@ -136,7 +139,7 @@ class State:
             "max_rows": graph.max_rows, "max_context": self.max_context, "max_pages": self.max_pages, "num_pages": self.num_pages,
             "workers": graph.num_workers, "span_capacity": span_capacity,
             "scratch_bytes": scratch_bytes, "stall_limit_ns": int(stall_limit_s * 1e9), "num_events": len(graph.events),
-            "spin_limit": SPINS if available_cpus() >= graph.num_workers else SPINS_CROWDED,
+            "ranks": 1, "spin_limit": SPINS if available_cpus() >= graph.num_workers else SPINS_CROWDED,
         }
         for name, value in {**addresses, **values}.items():
             out[name] = value

@@ -23,6 +23,9 @@ class Figure:
     date: str
 
 
+UNKNOWN_PEERS = Figure(65536.0, "guessed: no figure in the description", "2026-11-30")
+
+
 @dataclass(frozen=True)
 class KernelPlan:
     """How the persistent kernel of a GPU is laid out. Bytes a block.
@@ -65,6 +68,7 @@ class Target:
     prompt_least: int = 0  # tokens that are worth such a step
     flagged: bool = False  # activations are their own flags (mpk.graph.tensor_graph.Value)
     activation_bytes: int = 4  # of an element of an activation: 4 (float32) or 2 (bf16)
+    two_shot_bytes: Figure = UNKNOWN_PEERS  # of a message between ranks: most that a rank sends in one shot
     device: str = ""  # part of the name by which a GPU's driver calls it
     kernel: KernelPlan | None = None  # of the `cuda` back end
 
@@ -115,6 +119,7 @@ def load(name: str) -> Target:
         prompt_rows=int(data.get("prompts", {}).get("rows", 0)), prompt_least=int(data.get("prompts", {}).get("least", 0)),
         flagged=bool(data.get("fusion", {}).get("flagged", False)),
         activation_bytes=int(data.get("fusion", {}).get("activation_bytes", 4)),
+        two_shot_bytes=figure("peers", "two_shot_bytes") if "peers" in data else UNKNOWN_PEERS,
         device=str(data.get("device", "")), kernel=_kernel_plan(data["kernel"]) if "kernel" in data else None,
     )
 

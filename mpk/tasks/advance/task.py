@@ -1,6 +1,7 @@
 """Task kind `advance`: appends tokens, ends sequences, manages key-value pages, plans the next step. One tile.
 
-Operator: inputs (choice int32 [1, max_batch], step), output step.
+Operator: inputs (choice int32 [1, max_batch], step), output step. Where ranks share the model there is a third input, agreed
+int32 [1, 1]: whether the host has cancelled, on which all ranks have to agree.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from mpk.tasks.base import TaskKind
 
 class Advance(TaskKind):
     name = "advance"
-    operands = ("choice",)
+    operands = ("choice", "agreed")
 
     def tiles(self, op: Operator, graph: TensorGraph) -> int:
         return 1
 
     def buffers(self, op: Operator, graph: TensorGraph) -> dict[str, str]:
-        return {"choice": op.inputs[0]}
+        return {"choice": op.inputs[0], **dict(zip(("agreed",), op.inputs[2:], strict=False))}
 
     def reads(self, op: Operator, graph: TensorGraph, begin: int, end: int) -> tuple[Region, ...]:
-        return (Region(op.inputs[0], 0, graph.values[op.inputs[0]].columns),)
+        return tuple(Region(name, 0, graph.values[name].columns) for name in (op.inputs[0], *op.inputs[2:]))
 
     def writes(self, op: Operator, graph: TensorGraph, begin: int, end: int) -> tuple[Region, ...]:
         return (Region(op.outputs[0], 0, graph.values[op.outputs[0]].columns),)

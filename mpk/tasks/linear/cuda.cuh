@@ -61,30 +61,29 @@ struct SliceInput {
     const uint32_t slice = shared_address(b.scratch) + b.warp * S::warp_columns * 2;
     const int first = b.warp * S::warp_columns;
     const bf16* row = x + (V::gather_logit_rows ? int64_t(b.step->logit_row[0]) * S::k : 0);
-    const auto from = [&](int i) -> const bf16* {
-      const int piece = i * 32 + b.lane, column = first + piece * 8;
-      return piece < pieces && column < S::k ? row + column : nullptr;
-    };
+    const bf16* mine = row + first + b.lane * 8;
+    const auto there = [&](int i) { return (pieces % 32 == 0 || i * 32 + b.lane < pieces) && (S::padded == S::k || first + (i * 32 + b.lane) * 8 < S::k); };
     float4 g[V::norm ? each : 1][2];
     if constexpr (V::norm) {  // constant, so it need not wait
 #pragma unroll
       for (int i = 0; i < each; ++i) {
         const float4* weights = reinterpret_cast<const float4*>(norm + first + (i * 32 + b.lane) * 8);
-        if (from(i) != nullptr) g[i][0] = __ldg(weights), g[i][1] = __ldg(weights + 1);
+        g[i][0] = g[i][1] = float4{};  // on every path: else registers hold what they held, all through the program
+        if (there(i)) g[i][0] = __ldg(weights), g[i][1] = __ldg(weights + 1);
       }
     }
     b.wait();
     uint4 v[each];
 #pragma unroll
-    for (int i = 0; i < each; ++i) v[i] = from(i) != nullptr ? load_16(from(i)) : uint4{};
-    settle_16(b, v, from);
+    for (int i = 0; i < each; ++i) v[i] = there(i) ? load_16(mine + i * 256) : uint4{};
+    settle_16(b, v, [&](int i) { return mine + i * 256; });
     b.arrived();
     sum = 0;
 #pragma unroll
     for (int i = 0; i < each; ++i) {
       if (i * 32 + b.lane >= pieces) continue;
       if constexpr (V::norm) {
-        if (from(i) != nullptr) {
+        if (there(i)) {
           sum += squares(v[i]);
           v[i] = scaled(v[i], g[i][0], g[i][1]);
         }
@@ -133,16 +132,15 @@ struct RowsInput {
     b.wait();
     advance(0);
   }
-  __device__ __forceinline__ const bf16* from(int n) const {  // part n / BLOCKS of row block n % BLOCKS, in the next stage
-    const int at = column + n / BLOCKS * 32;
-    return row[n % BLOCKS] != nullptr && at < S::k ? row[n % BLOCKS] + at : nullptr;
-  }
+  // Part n / BLOCKS of row block n % BLOCKS, in the next stage.
+  __device__ __forceinline__ bool there(int n) const { return row[n % BLOCKS] != nullptr && (S::padded == S::k || column + n / BLOCKS * 32 < S::k); }
+  __device__ __forceinline__ const bf16* from(int n) const { return row[n % BLOCKS] + column + n / BLOCKS * 32; }
   // Starts loading stage `stage`.
   __device__ __forceinline__ void advance(int stage) {
     if (stage >= S::stages) return;
     column = begin + stage * S::parts * 32;
 #pragma unroll
-    for (int n = 0; n < S::parts * BLOCKS; ++n) next[n] = from(n) != nullptr ? load_16(from(n)) : uint4{};
+    for (int n = 0; n < S::parts * BLOCKS; ++n) next[n] = there(n) ? load_16(from(n)) : uint4{};
   }
   __device__ __forceinline__ void get(Block& b, int stage, uint4 (&out)[S::parts][BLOCKS]) {
     settle_16(b, next, [&](int n) { return from(n); });
@@ -295,8 +293,10 @@ __device__ __forceinline__ void product(const Context& c, const Instruction& in,
   const float* bias = params + (V::norm ? S::k : 0);
   void* out = S::wide ? operand<unsigned char>(c, in, 1) : flagged<unsigned char>(c, in, 1, b);
   const bf16* residual = flagged<const bf16>(c, in, 2, b);
+  const int tiles = in.tile_end - in.tile_begin, groups = (tiles + kGroup - 1) / kGroup;
+  int each = tiles, larger = 0;
+  if (groups > 1) each = tiles / groups, larger = tiles % groups;
   Input input(b, flagged<const bf16>(c, in, 0, b), rows, params);
-  const int tiles = in.tile_end - in.tile_begin, groups = (tiles + kGroup - 1) / kGroup, each = tiles / groups, larger = tiles % groups;
   if (tiles > 1 && b.thread == 0) b.ring.shut(0);  // the input is here: weights may come as fast as they can
   int first = in.tile_begin;
   for (int group = 0; group < groups; ++group) {
@@ -319,9 +319,12 @@ __device__ __forceinline__ void product(const Context& c, const Instruction& in,
       for (int t = 0; t < kGroup; ++t) {
         if (t >= count) break;
         const uint32_t at = b.ring.wait() + b.warp * S::warp_bytes + b.lane * 16;
+        uint4 w[S::parts][2];  // all asked for before the first is used
+#pragma unroll
+        for (int p = 0; p < S::parts; ++p) w[p][0] = shared_load_16(at + p * 1024), w[p][1] = shared_load_16(at + p * 1024 + 512);
 #pragma unroll
         for (int p = 0; p < S::parts; ++p) {
-          const uint4 w0 = shared_load_16(at + p * 1024), w1 = shared_load_16(at + p * 1024 + 512);
+          const uint4 w0 = w[p][0], w1 = w[p][1];
           if constexpr (Input::kBlocks == 1) {
             mma(acc[t][0], w0, x[p][0].x, x[p][0].y);
             mma(acc[t][1], w1, x[p][0].z, x[p][0].w);

@@ -80,12 +80,12 @@ class Task {
     own.valid = own.valid && unit < units;
     const Share mine = share(own);
     Walk blocks(own, mine, part, parts);
-    Warp<V> warp;
+    Warp<V> warp{};
     if (blocks.past > 0) load_first(warp, blocks);
     const int cell = appends ? cell_of_row(own_lane()) : 0;
     if (!waited) wait_inputs(b), waited = true;
 
-    H heads[BATCH];
+    H heads[BATCH]{};
     if (blocks.all > 0) fetch_queries(heads, own, 0);
     prepare_step(cell);
 #pragma unroll 1

@@ -39,12 +39,19 @@ struct Context {
   int32_t prompt_rows;      // most of a step
   int32_t prompt_room;      // that the graph's buffers have
   int32_t prompt_least;     // tokens that are worth a step of this kind
+  int32_t rank, ranks;      // of this program among those that share the model
+  const uint64_t* peers;    // [ranks] addresses of every rank's peer memory, see peer.hpp; null where there is one rank
+  uint32_t flag_base;
 };
 
 // Private memory of one worker thread.
 struct Worker {
   int32_t index, count;
   unsigned char* scratch;  // 64-byte aligned, as many bytes as the graph's plan says
+  // For tasks that wait for another rank: called at every try, with what is waited for; false: give up, leave the task at once.
+  bool (*keep_waiting)(Worker& worker, int64_t tries, int source, uint32_t expected, uint32_t seen);
+  void* loop;    // the worker's loop, for keep_waiting
+  bool gave_up;  // keep_waiting said so
 };
 
 template <class T>

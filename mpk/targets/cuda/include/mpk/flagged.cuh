@@ -66,18 +66,18 @@ __device__ __forceinline__ uint32_t settled_4(Block& b, const void* p, uint32_t 
   return v;
 }
 
-// Several loads at once: `at(n)` is the address of v[n], or null where nothing is wanted. What is missing is asked for together.
+// Several loads at once: `at(n)` is the address of v[n], where v[n] was loaded (else it is 0). What is missing is asked for together.
 template <int N, class At>
 __device__ __forceinline__ void settle_16(Block& b, uint4 (&v)[N], At at) {
   if constexpr (FLAGGED) {
     for (uint32_t polls = 0;;) {
       bool whole = true;
 #pragma unroll
-      for (int n = 0; n < N; ++n) whole = whole && (at(n) == nullptr || complete(v[n]));
+      for (int n = 0; n < N; ++n) whole = whole && complete(v[n]);
       if (whole || !b.may_poll(polls)) return;
 #pragma unroll
       for (int n = 0; n < N; ++n)
-        if (at(n) != nullptr && !complete(v[n])) v[n] = load_16(at(n));
+        if (!complete(v[n])) v[n] = load_16(at(n));
     }
   }
 }

@@ -39,6 +39,10 @@ __device__ __forceinline__ Context make_context(const Launch& l, const Kernel& k
   c.max_context = l.max_context;
   c.max_pages = l.max_pages;
   c.num_pages = l.num_pages;
+  c.rank = l.rank;
+  c.ranks = l.ranks;
+  c.peers = address<const uint64_t>(l.peers);
+  c.flag_base = l.flag_base;
   return c;
 }
 
@@ -291,7 +295,7 @@ __device__ __forceinline__ void run_program(const Arguments& a, Dispatch dispatc
     ring_control().shut = 1, ring_control().stop = 0, ring_control().started = 0, ring_control().open = 0;
     const auto* stream_begin = address<const int32_t>(a.launch.stream_begin);
     block_memory().step.rows = 0;  // of the step before the first one
-    block_memory().leave_after = 0, block_memory().spans_used = 0, block_memory().waits.gave_up = 0, block_memory().waits.stall.reserved = 0;
+    block_memory().leave_after = 0, block_memory().spans_used = 0, block_memory().waits.gave_up = 0, block_memory().waits.stall.peer = 0;
     block_memory().count = stream_begin[block + 1] - stream_begin[block];
     block_memory().first = address<const Record>(a.kernel.records) + stream_begin[block];
   }
