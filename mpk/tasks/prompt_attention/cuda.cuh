@@ -201,7 +201,7 @@ class Item {
   __device__ __forceinline__ void attend(Columns<S::head_dim>& sums, float (&top)[2], float (&total)[2], int page, int buffer, int own_row, int from,
                                          int to) const {
     constexpr float sharp = float(V::scale) * LOG2_E;
-    float s[PAGE / 2];
+    float s[PAGE / 2] = {};  // defined on every path: else registers would hold what they held, all through the program
     const uint32_t own_queries = queries + b.warp / 4 * (GROUP_ROWS * 128);
     wgmma_fence();
 #pragma unroll

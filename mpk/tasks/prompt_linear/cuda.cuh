@@ -160,7 +160,7 @@ __device__ __forceinline__ void compute(const Context& c, const Instruction& i, 
     float d[WIDTH / 2];
 #pragma unroll
     for (float& sum : d) sum = 0.0f;
-    uint4 even[4], odd[4];
+    uint4 even[4] = {}, odd[4] = {};  // defined on every path: else registers would hold what they held, all through the program
 #pragma unroll 1
     for (int pair = 0; pair < pairs; ++pair) {
       multiply<WIDTH>(reader, b, valid, even, d, 1);
