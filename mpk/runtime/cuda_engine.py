@@ -319,7 +319,7 @@ def build_cuda_engine(graph: SMTaskGraph, source: WeightSource, *, progress: Bui
     if load:
         check_device(Device(0), graph, plan, shared_bytes(plan))  # before a minute of compiling
     builder = CudaProgramBuilder(graph)
-    prompt = PromptProgram(prompt_graph(graph, target), builder) if prompts and target.prompt_rows else None
+    prompt = PromptProgram(prompt_graph(graph, target), builder) if prompts and target.prompt_rows and graph.ranks == 1 else None
     report("compile the program", 0, 1)
     cubin = compile_cuda_program(builder, plan, prompt)
     report("compile the program", 1, 1)

@@ -25,7 +25,8 @@ struct Sizes {
 // A product of one task.
 struct Product {
   int n, epilogue, packed_tiles;
-  const float* bias;  // null: none
+  bool biased;
+  const float* bias;
   __device__ __forceinline__ int columns() const { return epilogue == kSwiglu ? 8 : 16; }  // outputs of a packed tile
 };
 
@@ -74,18 +75,20 @@ struct Finish {
   static __device__ __forceinline__ void put(const Context& c, const Instruction& i, const Product& p, const float* sums, int first, int column, int rows) {
     const int lane = own_lane(), token = lane / 2, own = column + lane % 2 * 8;
     if (own >= p.n) return;
-    const bf16* old_rows = p.epilogue == kResidual ? operand<bf16>(c, i, 2) + own : nullptr;
+    // A flag, not a null pointer: ptxas 13.0 compared such a pointer before the zero of the other case had arrived in its register.
+    const bool residual = p.epilogue == kResidual;
+    const bf16* old_rows = operand<bf16>(c, i, 2) + own;
     uint4 old[2] = {};
 #pragma unroll
     for (int n = 0; n < 2; ++n)
-      if (old_rows != nullptr && first + token + n * 16 < rows) old[n] = load_16(old_rows + int64_t(first + token + n * 16) * p.n);
+      if (residual && first + token + n * 16 < rows) old[n] = load_16(old_rows + int64_t(first + token + n * 16) * p.n);
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       const int at = first + token + n * 16;
       if (at >= rows) return;
       float y[8], bias[8];
       read(y, sums + (token + n * 16) * STRIDE + lane % 2 * 8);
-      if (p.bias != nullptr) {
+      if (p.biased) {
         read(bias, p.bias + own);
 #pragma unroll
         for (int e = 0; e < 8; ++e) y[e] += bias[e];
@@ -122,7 +125,7 @@ struct Finish {
       const float* from = sums + q * WARP_FLOATS + token * STRIDE + unit * 2;
       float2 gate = *reinterpret_cast<const float2*>(from), up = *reinterpret_cast<const float2*>(from + 8);
       const int column = (packed + q) * 8 + unit * 2;
-      if (p.bias != nullptr && column < p.n) {
+      if (p.biased && column < p.n) {
         const float *gates = p.bias + column, *ups = gates + (p.n + 15) / 16 * 16;
         gate.x += __ldg(gates), gate.y += __ldg(gates + 1), up.x += __ldg(ups), up.y += __ldg(ups + 1);
       }
@@ -185,7 +188,7 @@ __device__ __forceinline__ void run(const Context& c, const Instruction& i, Bloc
   Product p{};
   p.n = int(__ldg(&sizes.n)), p.epilogue = int(__ldg(&sizes.epilogue));
   p.packed_tiles = (p.n + p.columns() - 1) / p.columns();
-  p.bias = __ldg(&sizes.bias) != 0.0f ? params + sizeof(Sizes) / sizeof(float) : nullptr;
+  p.biased = __ldg(&sizes.bias) != 0.0f, p.bias = params + sizeof(Sizes) / sizeof(float);
   wait_inputs(b);
   if (b.thread == 0) {
     const int k = int(__ldg(&sizes.k)), shares = int(__ldg(&sizes.shares)), rows = b.step->rows;

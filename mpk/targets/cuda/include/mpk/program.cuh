@@ -190,8 +190,9 @@ __device__ __forceinline__ bool run_prompt_instruction(const Arguments& a, const
 
 // All prompt steps; false: the program stops. `Dispatch` runs the tasks of the prompt graph.
 template <class Dispatch>
-__device__ __forceinline__ bool read_prompts(const Arguments& a, const Context& c, Block& b, Dispatch dispatch) {
+__device__ __forceinline__ bool read_prompts(const Arguments& a, const Context& c, Dispatch dispatch) {
   BlockMemory& m = block_memory();
+  Block b = make_block(a);  // its own: what changes here is not kept in registers afterwards
   const Kernel& k = a.kernel;
   const auto* stream_begin = address<const int32_t>(k.prompt_stream_begin);
   const Record* first = address<const Record>(k.prompt_records) + stream_begin[b.sm];
@@ -237,9 +238,8 @@ template <class Dispatch, class PromptDispatch>
 __device__ __forceinline__ void consume(const Arguments& a, Dispatch dispatch, PromptDispatch prompt_dispatch) {
   BlockMemory& m = block_memory();
   const Context c = make_context(a.launch, a.kernel);
+  bool left = a.kernel.prompt_records != 0 && !read_prompts(a, c, prompt_dispatch);
   Block b = make_block(a);
-  bool left = a.kernel.prompt_records != 0 && !read_prompts(a, c, b, prompt_dispatch);
-  if (!left) b.sequence = b.place = 0;
   if (b.thread == 0) {
     m.step.rows = 0;  // of the step before the first one
     ring_control().started = 0, ring_control().open = 1;
