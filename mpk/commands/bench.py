@@ -72,7 +72,7 @@ def command(
                                expected=f"at most {loaded.config.max_context} (the context of {loaded.name})")
     systems: dict[str, System] = {"mpk": _mpk(compiler, loaded, plans, quiet=json)}
     if against is not None:
-        systems[against] = peer_system(against, loaded.config, dtype, STEPS)
+        systems[against] = peer_system(against, loaded.config, dtype, STEPS, tp)
     for b in batches:
         for c in contexts:
             samples: dict[str, list[float]] = {name: [] for name in systems}
@@ -105,7 +105,11 @@ def floor_bytes(config: DecoderConfig, dtype: str, batch: int, context: int) -> 
 
 
 def _mpk(compiler: Any, loaded: LoadedModel, plans: Mapping[tuple[int, int], DecodePlan], quiet: bool) -> System:
-    engine, _ = build(compiler, loaded, quiet)
+    return decode_steps(build(compiler, loaded, quiet)[0], loaded, plans)
+
+
+def decode_steps(engine: Any, loaded: LoadedModel, plans: Mapping[tuple[int, int], DecodePlan]) -> System:
+    """A function that runs one generation of a plan with random tokens and returns milliseconds of its single decode steps."""
     instance = engine.create_instance(max_batch=max(b for b, _ in plans), max_context=max(plan.context for plan in plans.values()))
     rng = np.random.default_rng(0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -41,10 +41,13 @@ class LoadedProgram:
     """A program, its tables and its weights in the memory of one device."""
 
     def __init__(self, device: Device, graph: SMTaskGraph, builder: CudaProgramBuilder, cubin: Cubin, tables: CudaTables, plan: KernelPlan,
-                 prompts: PromptTables | None, arena_bytes: int) -> None:
-        self.device, self.graph, self.tables, self.plan = device, graph, tables, plan
+                 prompt: PromptProgram | None = None, prompts: PromptTables | None = None) -> None:
+        self.device, self.graph, self.tables, self.plan, self.prompts = device, graph, tables, plan, prompts
+        self.arena_bytes, self.num_events, self.prompt_rows = graph.arena_bytes, len(graph.events), 0
+        if prompt is not None and prompts is not None:
+            self.arena_bytes, self.num_events, self.prompt_rows = prompt.arena_bytes, prompts.events, prompt.graph.max_rows
         self.shared_bytes = shared_bytes(plan)
-        check_device(device, graph, plan, self.shared_bytes, arena_bytes)
+        check_device(device, graph, plan, self.shared_bytes, self.arena_bytes - graph.arena_bytes)
         self.module = device.load(cubin.image)
         self.function = device.function(self.module, KERNEL, self.shared_bytes)
         self.weights = device.allocate(graph.weight_bytes)
@@ -63,8 +66,9 @@ class LoadedProgram:
             self.loader.fill_random(random_seed)
 
 
-def check_device(device: Device, graph: SMTaskGraph, plan: KernelPlan, shared: int, arena_bytes: int | None = None) -> None:
-    """Raise `TargetError` with the numbers for a GPU that is too old, too small or too full. `arena_bytes`: of all graphs (default: `graph`'s)."""
+def check_device(device: Device, graph: SMTaskGraph, plan: KernelPlan, shared: int, further_bytes: int = 0) -> None:
+    """Raise `TargetError` with the numbers for a GPU that is too old, too small or too full; `further_bytes`: for messages between ranks, and
+    for activations of another graph."""
     found = device.properties()
     what = f"device {device.index} ({found.name})"
     if found.capability != plan.capability:
@@ -76,7 +80,7 @@ def check_device(device: Device, graph: SMTaskGraph, plan: KernelPlan, shared: i
     if found.shared_memory_per_block < shared:
         raise TargetError(f"{what}: shared memory of a block", expected=f"{shared} bytes", actual=str(found.shared_memory_per_block))
     free, total = device.free_memory()
-    needed = graph.weight_bytes + (graph.arena_bytes if arena_bytes is None else arena_bytes)
+    needed = graph.weight_bytes + graph.arena_bytes + further_bytes
     if needed > free:
         raise TargetError(f"weights and activations of the model on {what}: {gib(needed)}", expected=f"at most {gib(free)}, what is free of {gib(total)}",
                           remedy="stop other programs on the device, or use a smaller model")
@@ -98,11 +102,10 @@ class CudaEngine(Engine):
             self.params = self.prompt.join_params(self.params, self.source)
         self.tables = self.builder.cuda_tables()
         self.prompt_tables = None if self.prompt is None else self.prompt.prompt_tables(self.tables.waits, self.tables.signals)
-        self.arena_bytes = self.graph.arena_bytes if self.prompt is None else self.prompt.arena_bytes
-        self.num_events = len(self.graph.events) if self.prompt_tables is None else self.prompt_tables.events
         plan = hardware.load(self.graph.target).kernel
         assert plan is not None
-        self.plan = plan
+        flight = self.graph.flight or (plan.flight_bytes, plan.flight_idle_bytes)
+        self.plan = replace(plan, flight_bytes=flight[0], flight_idle_bytes=flight[1])
         self._loaded: dict[int, LoadedProgram] = {}
 
     def locate(self, task: int) -> tuple[SMTaskGraph, int]:
@@ -112,7 +115,7 @@ class CudaEngine(Engine):
     def on_device(self, index: int, progress: Any = None) -> LoadedProgram:
         """The program on a device, brought there first where it is not."""
         if index not in self._loaded:
-            program = LoadedProgram(Device(index), self.graph, self.builder, self.cubin, self.tables, self.plan, self.prompt_tables, self.arena_bytes)
+            program = LoadedProgram(Device(index), self.graph, self.builder, self.cubin, self.tables, self.plan, self.prompt, self.prompt_tables)
             program.fill(self.params, self.source, progress, self.random_seed)
             self._loaded[index] = program
         return self._loaded[index]
@@ -123,8 +126,8 @@ class CudaEngine(Engine):
             raise TargetError("device_ids", expected="one device", actual=str(devices), remedy="more devices are not supported yet")
         program = self.on_device(devices[0])
         free, _ = program.device.free_memory()
-        rows = 0 if self.prompt is None else self.prompt.graph.max_rows
-        state = State(self.graph, batch, context, explicit, available=max(0, free - self.arena_bytes - (256 << 20)), on_host=False, rows=rows)
+        state = State(self.graph, batch, context, explicit, available=max(0, free - program.arena_bytes - (256 << 20)), on_host=False,
+                      rows=program.prompt_rows)
         return CudaExecutor(self, program, state, stall_limit_s)
 
 
@@ -145,16 +148,17 @@ class CudaExecutor:
         for name in ("segments", *state.rows, "page_table", "tokens", "token_ns"):
             self.memory[name].fill(0)
         self.memory["stall"] = device.allocate(engine.graph.num_workers * layout.dtype("Stall").itemsize)  # one a block
-        self.memory["arena"] = device.allocate(engine.arena_bytes)
+        self.memory["arena"] = device.allocate(program.arena_bytes)
         self.memory["kv"] = device.allocate(state.num_pages * state.page_bytes)
         self.memory["kv"].fill(0)
         self.memory["arena"].fill(0)
-        self.events = device.allocate(engine.num_events * layout.COUNTER_STRIDE)
+        self.events = device.allocate(program.num_events * layout.COUNTER_STRIDE)
         self.prompt_step = device.allocate(layout.dtype("Step").itemsize)
         self.stop = device.allocate(8)
         self.side_stream = device.stream()
         self.mirror: PinnedArray | None = None
         self.kernel_ms = 0.0
+        self.stream, self.cooperative = 0, True  # where and how the kernel is launched
         self._outputs: dict[str, tuple[np.ndarray, Memory]] = {}
         self._begin, self._end = device.event(), device.event()
 
@@ -206,23 +210,32 @@ class CudaExecutor:
         return out
 
     def _prompt_arguments(self, constants: dict[str, int]) -> dict[str, int]:
-        engine, tables = self.engine, self.engine.prompt_tables
-        if tables is None or engine.prompt is None:
+        tables, rows = self.program.prompts, self.program.prompt_rows
+        if tables is None:
             return {}
-        rows, least = engine.prompt.graph.max_rows, hardware.load(engine.graph.target).prompt_least
         return {**{name: constants[name] for name in ("prompt_records", "prompt_stream_begin", "places")}, "prompt_step": self.prompt_step.address,
                 "prompt_planner": tables.planner, "prompt_event": tables.event, "prompt_over": tables.over, "prompt_task": tables.task,
-                "prompt_rows": rows, "prompt_room": rows, "prompt_least": least}
+                "prompt_rows": rows, "prompt_room": rows, "prompt_least": hardware.load(self.program.graph.target).prompt_least}
 
     def run(self) -> int:
         """Run until no sequence has work left, and fetch what it made; returns one of `layout.RESULT`."""
+        self.launch()
+        self._watch()
+        return self.collect()
+
+    def launch(self) -> None:
+        """Start the kernel."""
+        device = self.program.device
+        device.use()
+        self._launched_ns = time.perf_counter_ns()
+        device.record(self._begin, self.stream)
+        device.launch(self.program.function, self.engine.graph.num_workers, THREADS, self.program.shared_bytes, self.argument, self.cooperative, self.stream)
+        device.record(self._end, self.stream)
+
+    def collect(self) -> int:
+        """Fetch what the kernel made, once it has ended; returns one of `layout.RESULT`."""
         device, state = self.program.device, self.state
         device.use()
-        launched = time.perf_counter_ns()
-        device.record(self._begin)
-        device.launch(self.program.function, self.engine.graph.num_workers, THREADS, self.program.shared_bytes, self.argument)
-        device.record(self._end)
-        self._watch()
         device.synchronize()
         self.kernel_ms = device.elapsed_ms(self._begin, self._end)
         for name in self.FETCHED:
@@ -237,7 +250,7 @@ class CudaExecutor:
         for array, memory in self._outputs.values():
             array[...] = memory.download(array.dtype, array.size).reshape(array.shape)
             memory.free()
-        self._shift_times(launched)
+        self._shift_times(self._launched_ns)
         result = int(self.stop.download(np.int32, 1)[0])
         if result == layout.RESULT["stalled"]:
             state.stall[0] = earliest(self.memory["stall"].download(layout.dtype("Stall"), self.engine.graph.num_workers))
@@ -307,7 +320,7 @@ def earliest(stalls: np.ndarray) -> np.void:
 
 
 def build_cuda_engine(graph: SMTaskGraph, source: WeightSource, *, progress: BuildProgress | None = None, pipelining: bool = True,
-                      random_seed: int | None = None, load: bool = True, prompts: bool = True) -> CudaEngine:
+                      random_seed: int | None = None, load: bool = True, prompts: bool = True) -> Engine:
     """Compile the program and bring the weights to device 0 (`load`); see `Compiler.build`. With `random_seed` matrices are random.
 
     `prompts`: read long prompts with a graph of their own, where the target has one.
@@ -316,6 +329,10 @@ def build_cuda_engine(graph: SMTaskGraph, source: WeightSource, *, progress: Bui
     target = hardware.load(graph.target)
     plan = target.kernel
     assert plan is not None
+    if graph.ranks > 1:
+        from mpk.runtime.cuda_group import build_cuda_group_engine
+
+        return build_cuda_group_engine(graph, source, progress=progress, pipelining=pipelining, random_seed=random_seed, load=load)
     if load:
         check_device(Device(0), graph, plan, shared_bytes(plan))  # before a minute of compiling
     builder = CudaProgramBuilder(graph)

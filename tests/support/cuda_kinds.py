@@ -27,9 +27,9 @@ THREADS, SCRATCH_BYTES = 256, 64 * 1024  # of block.cuh
 BLOCK_THREADS, POOL_BYTES = 384, 224 * 1024  # with loaders; all memory of a block, for kinds of prompt steps
 POINTERS = ("weights", "params", "arena", "kv", "step", "segments", "row_token", "row_slot", "row_position", "logit_row", "sequences", "tokens",
             "page_table", "free_pages", "free_page_count", "chosen_logprob", "top_logprob", "top_token", "logits_out", "token_ns", "cancel")
-SIZES = ("max_batch", "max_rows", "max_context", "max_pages", "num_pages", "opcode", "repeats", "layers", "previous_rows", "prompt_room")
+SIZES = ("max_batch", "max_rows", "max_context", "max_pages", "num_pages", "opcode", "repeats", "layers", "previous_rows", "rank", "prompt_room")
 LAUNCH = np.dtype([*((n, "<u8") for n in POINTERS), ("logits_out_positions", "<i8"), ("flagged_stride", "<i8"), ("instructions", "<u8"), ("times", "<u8"),
-                   ("arrivals", "<u8"), ("places", "<u8"), *((n, "<i4") for n in SIZES)], align=True)
+                   ("arrivals", "<u8"), ("places", "<u8"), ("peers", "<u8"), *((n, "<i4") for n in SIZES), ("flag_base", "<u4")], align=True)
 
 
 def source_of(kind: str, constants: Mapping[str, Scalar]) -> str:
@@ -103,12 +103,13 @@ class Machine:
         self.offsets: dict[str, int] = {}
         self.flagged: set[str] = set()
 
-    def put(self, name: str, array: np.ndarray) -> None:
-        """Upload `array` as field `name` of the context."""
+    def put(self, name: str, array: np.ndarray, field: bool = True) -> None:
+        """Upload `array` as field `name` of the context (or as none)."""
         self.arrays[name] = array
         self.memory[name] = device().allocate(array.nbytes + 256)
         self.memory[name].upload(array)
-        self.launch[name] = self.memory[name].address
+        if field:
+            self.launch[name] = self.memory[name].address
 
     def buffers(self, flagged: Collection[str] = (), previous_rows: int = 0, **buffers: np.ndarray) -> None:
         """Upload buffers into one arena; `flagged`: names of those that are. Their other copy is empty but for `previous_rows` rows."""
@@ -149,7 +150,7 @@ class Machine:
         """Run tiles ranges[b] on block b; returns nanoseconds [repeats, blocks] of the body on each block."""
         ranges = list(ranges)
         instructions = np.zeros(len(ranges), layout.dtype("Instruction"))
-        instructions["operand"] = -1
+        instructions["operand"], instructions["iargs"] = -1, iargs
         for slot, name in enumerate(operands):
             instructions["operand"][:, slot] = self.offsets.get(name, -1)
         instructions["tile_begin"], instructions["tile_end"] = [r[0] for r in ranges], [r[1] for r in ranges]

@@ -6,7 +6,7 @@
 
 namespace mpk {
 
-__device__ __forceinline__ Context make_context(const Launch& l, const Kernel& k) {
+__device__ __forceinline__ Context make_context(const Launch& l) {
   Context c{};
   c.weights = address<const unsigned char>(l.weights);
   c.params = address<const unsigned char>(l.params);
@@ -31,9 +31,6 @@ __device__ __forceinline__ Context make_context(const Launch& l, const Kernel& k
   c.flagged_stride = l.flagged_stride;
   c.token_ns = address<int64_t>(l.token_ns);
   c.cancel = address<const int32_t>(l.cancel);
-  c.places = address<const int64_t>(k.places);
-  c.prompt_step = address<Step>(k.prompt_step);
-  c.prompt_rows = k.prompt_rows, c.prompt_room = k.prompt_room, c.prompt_least = k.prompt_least;
   c.max_batch = l.max_batch;
   c.max_rows = l.max_rows;
   c.max_context = l.max_context;
@@ -43,6 +40,15 @@ __device__ __forceinline__ Context make_context(const Launch& l, const Kernel& k
   c.ranks = l.ranks;
   c.peers = address<const uint64_t>(l.peers);
   c.flag_base = l.flag_base;
+  return c;
+}
+
+__device__ __forceinline__ Context make_context(const Arguments& a) {
+  Context c = make_context(a.launch);
+  c.peers = a.kernel.peers;
+  c.places = address<const int64_t>(a.kernel.places);
+  c.prompt_step = address<Step>(a.kernel.prompt_step);
+  c.prompt_rows = a.kernel.prompt_rows, c.prompt_room = a.kernel.prompt_room, c.prompt_least = a.kernel.prompt_least;
   return c;
 }
 
@@ -237,7 +243,7 @@ __device__ __forceinline__ bool read_prompts(const Arguments& a, const Context& 
 template <class Dispatch, class PromptDispatch>
 __device__ __forceinline__ void consume(const Arguments& a, Dispatch dispatch, PromptDispatch prompt_dispatch) {
   BlockMemory& m = block_memory();
-  const Context c = make_context(a.launch, a.kernel);
+  const Context c = make_context(a);
   bool left = a.kernel.prompt_records != 0 && !read_prompts(a, c, prompt_dispatch);
   Block b = make_block(a);
   if (b.thread == 0) {
