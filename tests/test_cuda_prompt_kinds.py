@@ -11,7 +11,7 @@ from mpk.codegen import layout
 from mpk.tasks.linear.reference import rms_norm
 from mpk.tasks.packing import from_bf16, to_bf16
 from mpk.tasks.qkv.reference import rotate
-from tests.support.cuda_kinds import Machine, PagedCache, put_step
+from tests.support.cuda_kinds import Machine, PagedCache, compiled, put_step, require_nvrtc
 from tests.support.prompt_layout import unchunked
 
 NAN = 0x7FC5
@@ -79,18 +79,6 @@ def test_norm_for_logits_takes_only_rows_of_sequences_that_want_all() -> None:
     assert (out[:, :12] == NAN).all() and (out[:, 12:20] != NAN).all()
 
 
-def test_last_rows_stand_side_by_side() -> None:
-    rng = np.random.default_rng(4)
-    x = to_bf16(rng.standard_normal((90, 72), np.float32))
-    wanted = np.array([3, 70, 89], np.int32)
-    m = Machine()
-    put_step(m, [(0, 0, 4), (1, 5, 67), (2, 0, 19)], np.zeros(0, np.int32), wanted, 90)
-    m.buffers(x=x, last=np.full((16, 72), NAN, np.uint16))
-    m.run("prompt_last", {"hidden": 72, "shares": 2}, ("x", "last"), [(0, 1), (1, 2)])
-    last = m.get("last")
-    assert (last[:3] == x[wanted]).all() and (last[3:] == NAN).all()
-
-
 SHAPES = ((4, 2, 128, 0, False), (6, 2, 64, 0, True), (2, 1, 8, 5, False), (3, 1, 40, 70, True), (4, 4, 24, 0, False), (2, 1, 256, 0, True), (14, 2, 80, 64, False))
 STEPS: tuple[Segments, ...] = (
     ((0, 0, 70),),
@@ -155,3 +143,10 @@ def test_append_and_attention(heads: int, kv_heads: int, head_dim: int, window: 
             mine = found[row : row + count, head * head_dim : (head + 1) * head_dim]
             assert np.linalg.norm(mine - exact) <= 1e-2 * np.linalg.norm(exact), f"slot {slot} head {head}"
         row += count
+
+
+@pytest.mark.parametrize(("head_dim", "norm"), [(64, False), (128, True), (256, True), (40, False)])
+def test_attention_stays_asynchronous_and_in_registers(head_dim: int, norm: bool) -> None:
+    require_nvrtc()
+    cubin = compiled("prompt_attention", {"heads": 8, "kv_heads": 2, "head_dim": head_dim, "window": 0, "scale": 0.1, "eps": 1e-6, "q_norm": norm, "shares": 132})
+    assert cubin.losses == () and cubin.resources["run_kind"].spill_stores == 0

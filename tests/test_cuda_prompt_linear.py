@@ -7,7 +7,7 @@ import pytest
 
 from mpk.codegen import layout
 from mpk.tasks.packing import from_bf16, to_bf16
-from tests.support.cuda_kinds import Machine, put_step
+from tests.support.cuda_kinds import Machine, compiled, put_step, require_nvrtc
 from tests.support.prompt_layout import chunked, gated_rows, packed, unchunked
 
 STORE, RESIDUAL, SWIGLU, LOGITS = range(4)
@@ -18,6 +18,13 @@ def sizes(n: int, k: int, epilogue: int, bias: np.ndarray, shares: int) -> np.nd
     head = np.zeros(16, np.float32)
     head[:5] = n, k, epilogue, bias.size > 0, shares
     return np.concatenate([head, bias])
+
+
+def test_products_stay_asynchronous_and_in_registers() -> None:
+    require_nvrtc()
+    cubin = compiled("prompt_linear", {})
+    assert cubin.losses == (), "the tensor cores would wait after each product"
+    assert cubin.resources["run_kind"].spill_stores == cubin.resources["run_kind"].spill_loads == 0
 
 
 @pytest.mark.parametrize(("n", "k", "rows", "shares"), [(128, 128, 16, 1), (200, 192, 130, 3), (8, 64, 1, 1), (272, 576, 300, 2), (320, 72, 257, 4)])

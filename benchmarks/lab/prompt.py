@@ -52,7 +52,7 @@ def product(model: str, name: str, rows: int) -> None:
 
 
 if __name__ == "__main__":
-    for model in PRODUCTS:
-        for name in PRODUCTS[model]:
+    for model, products in PRODUCTS.items():
+        for name in products:
             for rows in (64, 256, 512, 1024, 2048):
                 product(model, name, rows)

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from mpk.errors import InternalError
 from mpk.graph.tensor_graph import Operator, TensorGraph
 
-
 STEP_CLOSERS = ("advance", "prompt_advance")  # kinds of the task that ends a step and raises the step event
 
 

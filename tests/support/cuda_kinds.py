@@ -16,6 +16,7 @@ import pytest
 from mpk.codegen import cuda_source, layout, nvrtc
 from mpk.codegen.layout import KV_PAGE_TOKENS
 from mpk.codegen.program import constant
+from mpk.errors import TargetError
 from mpk.graph.tensor_graph import Scalar
 from mpk.runtime.cuda_device import Device, device_count
 from mpk.tasks.packing import from_bf16, to_bf16
@@ -59,6 +60,14 @@ def _compiled(kind: str, constants: tuple[tuple[str, Scalar], ...]) -> nvrtc.Cub
 
 def compiled(kind: str, constants: Mapping[str, Scalar]) -> nvrtc.Cubin:
     return _compiled(kind, tuple(constants.items()))
+
+
+def require_nvrtc() -> None:
+    """Skip the test where CUDA source cannot be compiled."""
+    try:
+        nvrtc.version()
+    except TargetError:
+        pytest.skip("NVRTC is not installed")
 
 
 EMULATE = os.environ.get("MPK_EMULATE_CUDA", "") == "1"  # run on the CPU what tests would run on a GPU
