@@ -75,7 +75,7 @@ struct Finish {
   static __device__ __forceinline__ void put(const Context& c, const Instruction& i, const Product& p, const float* sums, int first, int column, int rows) {
     const int lane = own_lane(), token = lane / 2, own = column + lane % 2 * 8;
     if (own >= p.n) return;
-    // A flag, not a null pointer: ptxas 13.0 compared such a pointer before the zero of the other case had arrived in its register.
+    // A flag, not a null pointer: ptxas 13.0 compares such a pointer before its zero has arrived in the register (docs/decisions.md).
     const bool residual = p.epilogue == kResidual;
     const bf16* old_rows = operand<bf16>(c, i, 2) + own;
     uint4 old[2] = {};
