@@ -84,35 +84,33 @@ class Loader {
   }
 
  private:
-  // Where this lane's packed tile has columns 32 * part32 of k.
-  static __device__ __forceinline__ const unsigned char* piece(const unsigned char* weights, const int64_t* place, int stages, int parts, int part32) {
-    const int of_warp = stages * parts, warp = part32 / of_warp, rest = part32 % of_warp;
-    return weights + __ldg(place + rest / parts) + (warp * parts + rest % parts) * 1024;
-  }
-
+  // Each warp's columns are a contiguous eighth of the matrix, `parts` runs of 32 in each stage of a tile: chunks go through the stages of the
+  // first warp's columns, then of the second's, and so on. Two runs of one stage are one copy.
   __device__ __forceinline__ void load(const Job& j, int tile) {
     const int weight_tile = j.weight_tile(tile), row = j.row(tile), rows = min(j.width, round_up(j.rows - row, 8));
-    const int valid = min(PACKED_TILES, j.packed_tiles - weight_tile * PACKED_TILES), mine = weight_tile * PACKED_TILES + lane_;
-    const bool loads = lane_ < valid, loads_rows = lane_ == PACKED_TILES;
-    const int64_t* place = j.place + int64_t(loads ? mine : 0) * j.stages;
+    const int valid = min(PACKED_TILES, j.packed_tiles - weight_tile * PACKED_TILES);
+    const bool loads = lane_ < valid;
+    const int stages = j.stages, piece = j.parts * 1024, bytes = valid * WARP_BYTES + rows * CHUNK_BYTES;
+    const int64_t* place = j.place + int64_t(weight_tile * PACKED_TILES + (loads ? lane_ : 0)) * stages;
+    const unsigned char* weights = j.weights;  // at the present warp's columns
     const unsigned char* from = j.activations + int64_t(row) * CHUNK_BYTES;
-    const int64_t stride = int64_t(j.room) * CHUNK_BYTES;
-    const int bytes = valid * WARP_BYTES + rows * CHUNK_BYTES, chunks = j.chunks, filled = j.filled, stages = j.stages, parts = j.parts;
-    const unsigned char* matrix = j.weights;
-    for (int chunk = 0; chunk < chunks; ++chunk) {
-      const unsigned char* weights = piece(matrix, place, stages, parts, 2 * chunk);
-      const unsigned char* second = parts == 1 ? piece(matrix, place, stages, parts, 2 * chunk + 1) : nullptr;
+    int in_tile = 0;
+#pragma unroll 1
+    for (int left = j.chunks, filled = j.filled; left > 0; --left) {
       const int stage = at_ % STAGE_COUNT;
-      const uint32_t full = ring_.full(stage), to = ring_.stage(stage);
+      const uint32_t full = ring_.full(stage);
+      uint32_t to = ring_.stage(stage) + lane_ * WARP_BYTES;
       while (!barrier_try(ring_.empty(stage), at_ / STAGE_COUNT ^ 1)) {}
       if (lane_ == 0) barrier_expect(full, bytes);
       __syncwarp();
-      if (loads) {
-        bulk_load_shared(to + lane_ * WARP_BYTES, weights, second != nullptr ? 1024 : WARP_BYTES, full);
-        if (second != nullptr) bulk_load_shared(to + lane_ * WARP_BYTES + 1024, second, 1024, full);
+      if (lane_ == PACKED_TILES) bulk_load_shared(ring_.stage(stage) + WEIGHT_BYTES, from, rows * CHUNK_BYTES, full);
+#pragma unroll 1
+      for (int done = 0; done < WARP_BYTES; done += piece, to += piece) {
+        if (loads) bulk_load_shared(to, weights + __ldg(place + in_tile), piece, full);
+        if (++in_tile == stages) in_tile = 0, weights += piece;
       }
-      // Weights of a last chunk that only makes the number even are zero: any activations will do.
-      if (loads_rows) bulk_load_shared(to + WEIGHT_BYTES, chunk < filled ? from + chunk * stride : from, rows * CHUNK_BYTES, full);
+      // Weights of a last chunk that only makes the number even are zero: any activations will do, here those of the chunk before.
+      if (--filled > 0) from += int64_t(j.room) * CHUNK_BYTES;
       at_ = (at_ + 1) % (2 * STAGE_COUNT);
     }
   }
