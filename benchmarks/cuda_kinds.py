@@ -67,10 +67,12 @@ def sampling(vocab: int, batch: int, label: str, **options: float) -> None:
     m.put("tokens", np.random.default_rng(2).integers(0, vocab, (batch, 4096)).astype(np.int32))
     for name, columns, kind in (("chosen_logprob", 1, np.float32), ("top_logprob", layout.MAX_TOP_LOGPROBS, np.float32), ("top_token", layout.MAX_TOP_LOGPROBS, np.int32)):
         m.put(name, np.zeros((batch, 4096, columns), kind))
-    m.buffers(logits=logits, choice=np.zeros(batch, np.int32), parts=np.zeros((batch, parts * PART_COLUMNS), np.float32), values=np.zeros_like(logits))
+    drawn = (1 << batch) - 1 if options.get("temperature", 0) > 0 else 0
+    m.launch["drawn_rows"], m.launch["special_rows"] = drawn, 0 if set(options) <= {"temperature"} else (1 << batch) - 1
+    m.buffers(logits=logits, choice=np.zeros((batch, MESSAGE_COLUMNS), np.int32), tops=np.zeros((batch, parts * MESSAGE_COLUMNS), np.float32), parts=np.zeros((batch, parts * PART_COLUMNS), np.float32), values=np.zeros_like(logits))
     constants = {"vocab": vocab, "parts": parts, "slice": size}
     about = {"vocab": vocab, "batch": batch, "options": label}
-    report("sample_part", m.run("sample_part", constants, ("logits", "parts", "values"), spread(parts, SMS), REPEATS), **about)
+    report("logit_slices", m.run("logit_slices", constants, ("", "logits", "tops", "parts", "values"), spread(parts, SMS), REPEATS), **about)
     report("sample", m.run("sample", constants, ("logits", "choice", "parts", "values"), spread(batch, SMS), REPEATS), **about)
 
 

@@ -50,7 +50,7 @@ def command(
         if path is not None:
             check_writable(option, path)
     loaded = frontend.load(model, shapes=True)
-    plan = decode_plan.with_prompt(batch, context, steps, compiler.options.max_rows)
+    plan = decode_plan.with_prompt(batch, context, steps, compiler.options.max_rows, compiler.target.prompt_least if tp == 1 else 0)
     if plan.context > loaded.config.max_context:
         raise RequestError(f"--context {context} and --steps {steps}", actual=f"{plan.context} tokens",
                            expected=f"at most {loaded.config.max_context} with the tokens that follow (the model's context)")

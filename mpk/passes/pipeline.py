@@ -17,6 +17,7 @@ from mpk.passes import (
     gather_embedding,
     memory,
     partition,
+    prompt,
     schedule,
     shard,
     split_attention,
@@ -73,6 +74,15 @@ def lower(graph: TensorGraph, target: Target, options: Options) -> SMTaskGraph:
         dump.write(name, tasks)
         if name == last:
             break
+    return tasks
+
+
+def lower_prompts(graph: TensorGraph, target: Target, rows: int) -> SMTaskGraph:
+    """The graph that reads prompts in steps of up to `rows` rows, for a target that has one; verified like the other."""
+    fused = fuse.run(graph, 1, target.append_in, target.swiglu_columns)
+    tasks = partition.run(prompt.run(fused, target.workers), target, Options(max_rows=rows, max_batch=1))
+    for _, task_pass in task_passes(target):
+        tasks = task_pass(tasks)
     return tasks
 
 

@@ -35,7 +35,7 @@ from mpk.graph.hazards import Fault, describe, find_hazard, show
 from mpk.graph.order import STEP_EVENT, Order, OrderError
 from mpk.graph.peers import find_peer_fault
 from mpk.graph.serialize import fingerprint
-from mpk.graph.sm_task_graph import Allocation, Buffer, Region, SMTaskGraph, Task
+from mpk.graph.sm_task_graph import STEP_CLOSERS, Allocation, Buffer, Region, SMTaskGraph, Task
 from mpk.tasks.base import TaskKind, load_kinds
 from mpk.tasks.matrices import matrix_bytes, matrix_key
 
@@ -88,7 +88,7 @@ class _Proof:
 
     @cached_property
     def advance(self) -> Task | None:
-        return next((t for t in self.graph.tasks if t.kind == "advance"), None)
+        return next((t for t in self.graph.tasks if t.kind in STEP_CLOSERS), None)
 
     def name(self, task: int) -> str:
         return describe(self.graph, task)

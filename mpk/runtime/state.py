@@ -40,8 +40,8 @@ class State:
     """Arrays of one instance. Large ones are mapped lazily, so a long context costs memory only when it is used."""
 
     def __init__(self, graph: SMTaskGraph, max_batch: int, max_context: int, explicit: bool, available: int | None = None,
-                 on_host: bool = True) -> None:
-        """available: bytes that the key-value cache may take a share of (default: of this machine). on_host: the program runs in the
+                 on_host: bool = True, rows: int = 0) -> None:
+        """rows: of the largest step, where steps of other graphs hold more than `graph`. available: bytes that the key-value cache may take a share of (default: of this machine). on_host: the program runs in the
         host's memory; otherwise these arrays are copies, and activations and cache have none.
         """
         self.graph, self.max_batch, self.max_context = graph, max_batch, max_context
@@ -49,7 +49,7 @@ class State:
         self.max_pages = pages_for(max_context)
         self.page_bytes = page_bytes(graph)
         self.num_pages = self._affordable_pages(explicit, available_bytes() if available is None else available)
-        rows = graph.max_rows
+        rows = max(rows, graph.max_rows)
         self.sequences = np.zeros(max_batch, layout.dtype("Sequence"))
         self.step = np.zeros(1, layout.dtype("Step"))
         self.segments = np.zeros(rows, layout.dtype("Segment"))

@@ -2,10 +2,11 @@
 #pragma once
 #include "mpk/context.hpp"
 #include "mpk/ptx.cuh"
+#include "mpk/tile_ring.cuh"
 
 namespace mpk {
 
-constexpr int WARPS = emulation::WARPS, THREADS = emulation::THREADS, BLOCK_THREADS = THREADS, SCRATCH_BYTES = emulation::SHARED_BYTES, MAX_ROWS = 16;
+constexpr int WARPS = emulation::WARPS, THREADS = emulation::THREADS, BLOCK_THREADS = THREADS, SCRATCH_BYTES = 64 << 10, POOL_BYTES = 224 << 10, MAX_ROWS = 16;
 
 struct StepView {
   int rows, logit_rows, segment_count, previous_rows;
@@ -31,7 +32,10 @@ struct Block {
   unsigned char* scratch;
   WeightRing ring;
   int round;
+  unsigned char* pool;
+  tiles::Ring tiles;
   void sync() const { emulation::block_meeting.attend(THREADS); }
+  void sync_group() const { emulation::group_meetings[warp / 4].attend(128); }
   void wait() {}
   void wait_last() {}
   void arrived() {}
@@ -39,5 +43,8 @@ struct Block {
   bool may_poll_rank(uint32_t&, int source, uint32_t, uint32_t) const { std::fprintf(stderr, "no part of rank %d\n", source), std::abort(); }
   bool stopping() const { return false; }
 };
+
+inline void serve_tiles(const tiles::Ring&, int) {}
+inline void take_registers() {}
 
 }  // namespace mpk

@@ -35,6 +35,12 @@ struct Context {
   void* messages;           // CUDA back end: [max_rows] of 16 bytes, the planned step from `advance` to all blocks (step.cuh)
   int64_t* mirror;          // CUDA back end: [max_batch][max_context] in host memory, token + 1 once it is known; or null
   int32_t max_batch, max_rows, max_context, max_pages, num_pages;
+  // Of targets that read prompts with a graph of its own; else null and 0.
+  const int64_t* places;    // where the stages of packed matrices stand, see tiles.cuh
+  Step* prompt_step;
+  int32_t prompt_rows;      // most of a step
+  int32_t prompt_room;      // that the graph's buffers have
+  int32_t prompt_least;     // tokens that are worth a step of this kind
   int32_t rank, ranks;      // of this program among those that share the model
   const uint64_t* peers;    // [ranks] addresses of every rank's peer memory, see peer.hpp; null where there is one rank
   uint32_t flag_base;

@@ -217,6 +217,13 @@ __device__ __forceinline__ int own_lane() {
   return lane;
 }
 
+// This thread's number in its block, likewise.
+__device__ __forceinline__ int own_thread() {
+  int thread;
+  asm volatile("mov.u32 %0, %tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // 2^x with a relative error of some 2^-22; 0 for minus infinity.
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
