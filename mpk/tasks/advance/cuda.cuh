@@ -87,7 +87,7 @@ __device__ void run(const Context& c, const Instruction& i, Block& b) {
     seed = uint64_t(load_long(reinterpret_cast<const int64_t*>(&c.sequences[slot_of_lane].seed)));
   }
   const unsigned kept = special == 0 ? 0 : __ballot_sync(ALL_LANES, (special >> b.lane & 1) && load_int(&c.sequences[slot_of_lane].all_logits) != 0);
-  Slot given;
+  Slot given{};  // on every path: else registers hold what they held, all through the program
   int free_pages = 0;
   bool cancelled = false;
   if (b.warp == 0) given.load(c, b.lane, int(V::vocab)), free_pages = load_int(c.free_page_count), cancelled = load_system(c.cancel) != 0;
