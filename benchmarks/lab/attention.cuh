@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(mpk::BLOCK_THREADS, 1) run_lab(cons
   Context c{};
   c.arena = address<unsigned char>(t.a.launch.arena), c.params = address<const unsigned char>(t.a.launch.params), c.kv = address<unsigned char>(t.a.launch.kv);
   c.page_table = address<int32_t>(t.a.launch.page_table), c.flagged_stride = t.a.launch.flagged_stride;
-  c.max_pages = t.a.launch.max_pages, c.num_pages = t.a.launch.num_pages;
+  c.max_pages = t.a.launch.max_pages, c.num_pages = t.a.launch.num_pages, c.max_rows = MAX_ROWS;
   Block b = make_block(t.a);
   uint64_t round = 0;
   int rows = 0;

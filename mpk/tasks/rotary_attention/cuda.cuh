@@ -101,7 +101,7 @@ class Task {
   __device__ __forceinline__ void work(const Tile& own, int part, int parts, bool& waited) {
     LAB_MARK(1);
     Walk blocks(own, part, parts);
-    Warp<V> warp;
+    Warp<V> warp{};  // on every path: else registers hold what they held, all through the program
     if (blocks.count > 0) {
       prepare(warp, own, blocks, waited);
       attend(warp, own, blocks), warp.finish();
@@ -393,15 +393,17 @@ __device__ __forceinline__ void clear(const Context& c, const Instruction& i, co
 template <class V>
 __device__ void run(const Context& c, const Instruction& i, Block& b) {
   bool waited = false;
+  if constexpr (OneRow<V>::POSSIBLE) {
+    if (OneRow<V>::is_form_of(c, *b.step)) {
+#pragma unroll 1
+      for (int tile = i.tile_begin; tile < i.tile_end; ++tile) OneRowTask<V>(c, i, b, tile).run(waited);
+      if (!waited) wait_inputs(b);
+      return;
+    }
+  }
 #pragma unroll 1
   for (int tile = i.tile_begin; tile < i.tile_end; ++tile) {
     if (tile > i.tile_begin) b.sync();  // the memory of the tile before
-    if constexpr (OneRow<V>::POSSIBLE) {
-      if (OneRow<V>::is_form_of(c, *b.step)) {
-        OneRowTask<V>(c, i, b, tile).run(waited);
-        continue;
-      }
-    }
     Task<V>(c, i, b, tile).run(waited);
   }
   if (!waited) wait_inputs(b);

@@ -23,10 +23,11 @@ class OneRowTask {
 
   __device__ __forceinline__ void run(bool& waited) {
     LAB_MARK(0);
+    __syncwarp();  // the memory of the tile before
     int f = b.warp * line.used + split;
     if (split >= line.used || f >= line.blocks) return;
     const bool newest = f == 0;  // the block of the row itself, which is brought and appended here
-    Warp<V> warp;
+    Warp<V> warp{};  // on every path: else registers hold what they held, all through the program
     warp.locate();
     bf16* keys = keys_of(f);
     warp.load_keys(keys, 0), warp.load_values(keys + P::VALUES, 0);
