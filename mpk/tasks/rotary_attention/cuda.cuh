@@ -101,7 +101,7 @@ class Task {
   __device__ __forceinline__ void work(const Tile& own, int part, int parts, bool& waited) {
     LAB_MARK(1);
     Walk blocks(own, part, parts);
-    Warp<V> warp;
+    Warp<V> warp{};  // on every path: else registers hold what they held, all through the program
     if (blocks.count > 0) {
       prepare(warp, own, blocks, waited);
       attend(warp, own, blocks), warp.finish();
@@ -165,11 +165,11 @@ class Task {
     // One tile appends, or all do, the same values, because they read them there.
     const int number = blocks.number(fresh.block);
     bf16* keys = fresh.count > 0 && (own.query == 0 || !is_inserted(own)) ? block_at(number, page_at(own, number)) : nullptr;
-    Turn<V> turn;
+    Turn<V> turn{};
     turn.load_rope(rope, quad), turn.ask_for_norms(params);
 #pragma unroll 1
     for (int first = 0; first < passes; first += BATCH) {
-      Q heads[BATCH];
+      Q heads[BATCH] = {};
 #pragma unroll
       for (int j = 0; j < BATCH; ++j) {
         identify(heads[j], own, blocks, fresh, queries, (first + j) * Q::A_WARP + lane / Q::LANES);
