@@ -117,8 +117,9 @@ class ProgramBuilder:
         packed = matrix_bytes(kind, op, graph)
         tiles = kind.tiles(op, tensors)
         streamed = packed > 0 and kind.cost(op, tensors, 0, tiles, graph.dtype).weight_bytes >= packed
-        return _Placement(self.matrix_offset(op) if packed else -1, graph.param_offsets.get(op.name, -1), operands,
-                          packed // tiles if streamed else 0)
+        gathered = kind.gathered(op)
+        weights = graph.weight_offsets[gathered] if gathered else self.matrix_offset(op) if packed else -1
+        return _Placement(weights, graph.param_offsets.get(op.name, -1), operands, packed // tiles if streamed and not gathered else 0, int(bool(gathered)))
 
     def _instruction(self, out: np.ndarray, task: Task, place: _Placement, waits: tuple[int, int], signals: tuple[int, int]) -> None:
         out["opcode"], out["task"], out["op"] = self.opcodes[task.op], task.id, task.op
@@ -127,6 +128,7 @@ class ProgramBuilder:
         out["wait_begin"], out["wait_count"] = waits
         out["signal_begin"], out["signal_count"] = signals
         out["weights"], out["params"] = place.weights, place.params
+        out["iargs"][:, 0] = place.gathers
         out["operand"] = place.operands + [-1] * (layout.MAX_OPERANDS - len(place.operands))
 
     def _prefetch(self, task: Task, place: _Placement) -> tuple[int, int]:
@@ -138,12 +140,14 @@ class ProgramBuilder:
 
 @dataclass(frozen=True)
 class _Placement:
-    """Where an operator's memory is. `tile_bytes`: packed weights of a tile, 0 where tasks do not stream theirs."""
+    """Where an operator's memory is. `tile_bytes`: packed weights of a tile, 0 where tasks do not stream theirs. `gathers`: 1 if `weights` is
+    the matrix whose rows are the input."""
 
     weights: int
     params: int
     operands: list[int]
     tile_bytes: int
+    gathers: int
 
 
 def constant(name: str, value: Scalar) -> str:

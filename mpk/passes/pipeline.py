@@ -9,7 +9,7 @@ from mpk import settings
 from mpk.errors import RequestError
 from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.graph.tensor_graph import TensorGraph
-from mpk.passes import dependencies, event_fusion, fuse, memory, partition, schedule, split_attention, split_sampling, verify
+from mpk.passes import dependencies, event_fusion, fuse, gather_embedding, memory, partition, schedule, split_attention, split_sampling, verify
 from mpk.passes.partition import Options
 from mpk.targets.hardware import Target
 
@@ -20,6 +20,8 @@ def tensor_passes(target: Target, options: Options) -> list[tuple[str, Callable[
         ("fuse", lambda g: fuse.run(g, options.max_batch, target.append_in, target.swiglu_columns, target.flagged)),
         ("split_attention", lambda g: split_attention.run(g, target.workers)),
     ]
+    if target.flagged:
+        passes.append(("gather_embedding", gather_embedding.run))
     if target.backend == "cuda":
         passes.append(("split_sampling", lambda g: split_sampling.run(g, target.workers)))
     return passes

@@ -38,7 +38,7 @@ def run(graph: SMTaskGraph, target: Target) -> SMTaskGraph:
             if s not in ready_of:
                 ready_of[s] = float(max(finish[list(s)])) + target.event_latency.value
         ready = max((ready_of[s] for s in sets), default=0.0)
-        took = duration_us(task, target, workers)
+        took = 0.0 if graph.operator(task).attrs.get("optional") else duration_us(task, target, workers)
         end = np.maximum(free, ready) + took
         for producer in _few(sets):
             end[graph.tasks[producer].worker] -= 1e-3 * target.event_latency.value
@@ -49,7 +49,8 @@ def run(graph: SMTaskGraph, target: Target) -> SMTaskGraph:
         task.worker = worker
         queues[worker].append(task.id)
         taken[worker] += 1
-        free[worker] = max(free[worker], ready) + took
+        if took > 0.0:  # what is optional has mostly nothing to do
+            free[worker] = max(free[worker], ready) + took
         load[worker] += took
         finish[task.id] = free[worker]
     graph.queues = queues

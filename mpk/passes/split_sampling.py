@@ -3,7 +3,8 @@
 Runs before `partition`, on targets whose workers read too slowly for one of them to go through a vocabulary alone (an SM reads some
 80 bytes a nanosecond, so 600 KB of logits would take 7 us, on the path of every token). The product that makes the logits becomes a `head`;
 `advance` chooses tokens itself from what that leaves, and `sample` only for sequences that want more (its tasks are `optional`: without such
-a sequence they do not even wait). Guarantees that both have what they read as inputs. Raises `ModelError` where the logits do not come from a product.
+a sequence they do not even wait). Nothing that the two write outlives the step (they are `ephemeral`), so the step is closed without waiting for
+their fences. Guarantees that both have what they read as inputs. Raises `ModelError` where the logits do not come from a product.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ def run(graph: TensorGraph, workers: int) -> TensorGraph:
 
     def changed(op: Operator) -> Operator:
         if op is product:
-            return replace(op, kind="head", outputs=(logits, tops, summaries, penalised), attrs={**op.attrs, **sliced})
+            return replace(op, kind="head", outputs=(logits, tops, summaries, penalised), attrs={**op.attrs, **sliced, "ephemeral": True})
         if op is sample:
-            return replace(op, inputs=(logits, step, summaries, penalised), attrs={**op.attrs, **sliced, "optional": True})
+            return replace(op, inputs=(logits, step, summaries, penalised), attrs={**op.attrs, **sliced, "optional": True, "ephemeral": True})
         if op.kind == "advance":
             return replace(op, inputs=(*op.inputs, tops, logits), attrs={**op.attrs, **sliced, "vocab": vocab})
         return op

@@ -129,6 +129,10 @@ class TaskKind(ABC):
         """Operators with the same key share one packed matrix (tied embedding and head)."""
         return "+".join(op.weights.get("weight", ()))
 
+    def gathered(self, op: Operator) -> str:
+        """Matrix key (see mpk/tasks/matrices.py) of the row-major matrix whose rows are the operator's input, "": it has an input like others."""
+        return ""
+
     def pack(self, op: Operator, graph: TensorGraph, source: WeightSource, dtype: str, out: np.ndarray) -> None:
         """Write the packed matrix of the operator into `out` (uint8 [packed_bytes], zeroed), reading rows in blocks."""
         raise InternalError(f"task kind {self.name} has no weights to pack")

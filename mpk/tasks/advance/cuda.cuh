@@ -2,8 +2,9 @@
 // Operands: choice [max_batch] of messages {token, -, -, step number} from `sample`, tops [logit rows][parts] of messages from `head` (see
 // sampling.cuh), logits [logit rows][vocab] float32. Variant: vocab, parts, slice.
 //
-// Nobody works until this is done, so it polls what it needs word by word, and waits for the counters of all blocks, which say that the
-// step is over, only when it has the plan. Its code would come from a cold instruction cache: it runs through everything once before the
+// Nobody works until this is done, so it polls what it needs word by word, and waits for counters only when it has the plan: for the last of its
+// events, which says that all blocks are through with what the next step relies on, and has mostly come by then; for the logits only if it
+// draws. Its code would come from a cold instruction cache: it runs through everything once before the
 // data is there, without any effect.
 #pragma once
 #include "advance/plan.cuh"
@@ -86,7 +87,7 @@ __device__ void run(const Context& c, const Instruction& i, Block& b) {
     seed = uint64_t(load_long(reinterpret_cast<const int64_t*>(&c.sequences[slot_of_lane].seed)));
   }
   const unsigned kept = special == 0 ? 0 : __ballot_sync(ALL_LANES, (special >> b.lane & 1) && load_int(&c.sequences[slot_of_lane].all_logits) != 0);
-  Slot given;
+  Slot given{};  // on every path: else registers hold what they held, all through the program
   int free_pages = 0;
   bool cancelled = false;
   if (b.warp == 0) given.load(c, b.lane, int(V::vocab)), free_pages = load_int(c.free_page_count), cancelled = load_system(c.cancel) != 0;
@@ -126,7 +127,7 @@ __device__ void run(const Context& c, const Instruction& i, Block& b) {
     }
     b.sync();
   }
-  if (drawn == 0) wait_inputs(b);
+  if (drawn == 0) b.wait_last();  // that the step is over: the logits have not been touched
   b.sync();
   if (b.warp == 0 && !b.stopping()) {
     fence_release();  // what this block wrote, and what it has acquired from all others

@@ -26,7 +26,7 @@ class Head(Linear):
         return int(op.attrs["slice"]) // PANEL
 
     def buffers(self, op: Operator, graph: TensorGraph) -> dict[str, str]:
-        return {"input": op.inputs[0], **dict(zip(self.operands[1:], op.outputs, strict=True))}
+        return {**({} if self.gathered(op) else {"input": op.inputs[0]}), **dict(zip(self.operands[1:], op.outputs, strict=True))}
 
     def writes(self, op: Operator, graph: TensorGraph, begin: int, end: int) -> tuple[Region, ...]:
         (logits,) = super().writes(op, graph, begin, end)

@@ -2,7 +2,8 @@
 //
 // Operands: input [rows][k] bf16, output [rows][n] bf16 (float32 for gathered logits), residual [rows][n] bf16, what is added to the
 // product if V::epilogue says so (it may be the output itself); all but float32 ones are flagged. Parameters: norm [k] if V::norm, then bias
-// if V::bias (padded to whole panels; swiglu: gate, then up). Variant: n, k, eps, norm, bias, epilogue, gather_logit_rows.
+// if V::bias (padded to whole panels; swiglu: gate, then up). If iargs[0] is set, the input is instead the rows of the step's tokens in the
+// matrix of embeddings, to which `weights` then points (a word of it must not be EMPTY, which is a pair of NaNs). Variant: n, k, eps, norm, bias, epilogue, gather_logit_rows.
 //
 // Weights are the A operand of mma.m16n8k16, activations B. Each of the 8 warps owns a contiguous eighth of the columns; sums over
 // warps are taken in a fixed order, once a group of up to 8 tiles. Weights stand in fragment order, with columns permuted inside each 32
@@ -140,12 +141,6 @@ __device__ __forceinline__ void clear_old(const Context& c, const Instruction& i
     for (int column = begin + b.lane * 2; column < end; column += 64) clear_4(old + int64_t(row) * S::n + column);
 }
 
-template <int N, int M>
-__device__ __forceinline__ void copy(uint4 (&to)[N][M], const uint4 (&from)[N][M]) {
-#pragma unroll
-  for (int n = 0; n < N * M; ++n) to[n / M][n % M] = from[n / M][n % M];
-}
-
 // Multiplies a stage of a tile's weights with a stage of the input.
 template <int PARTS, int BLOCKS>
 __device__ __forceinline__ void multiply(float (&acc)[2][4], const uint4 (&w)[PARTS][2], const uint4 (&x)[PARTS][BLOCKS]) {
@@ -163,16 +158,8 @@ __device__ __forceinline__ void multiply(float (&acc)[2][4], const uint4 (&w)[PA
   }
 }
 
-// This warp's part of the next stage of weights, once it is there.
-template <class V>
-__device__ __forceinline__ void fetch(Block& b, uint4 (&w)[Shape<V>::parts][2]) {
-  const uint32_t at = b.ring.take() + b.warp * Shape<V>::warp_bytes + b.lane * 16;
-#pragma unroll
-  for (int p = 0; p < Shape<V>::parts; ++p) w[p][0] = shared_load_16(at + p * 1024), w[p][1] = shared_load_16(at + p * 1024 + 512);
-}
-
-// The sums of a warp over a group of `count` tiles. Weights and input of the next step are fetched before the present ones are multiplied.
-// `arrives`: the first stage of the input is what the product has waited for; `opens`: weights may then come as fast as they can.
+// The sums of a warp over a group of `count` tiles. `arrives`: the first stage of the input is what the product has waited for; `opens`: weights
+// may then come as fast as they can.
 template <class V, class Input>
 __device__ __forceinline__ void sum_up(Block& b, Input& input, int count, bool arrives, bool opens, float (&acc)[kGroup][2][4]) {
   using S = Shape<V>;
@@ -180,28 +167,25 @@ __device__ __forceinline__ void sum_up(Block& b, Input& input, int count, bool a
   for (int t = 0; t < kGroup; ++t)
 #pragma unroll
     for (int i = 0; i < 8; ++i) acc[t][i / 4][i % 4] = 0.0f;
-  uint4 x[S::parts][Input::kBlocks], next_x[S::parts][Input::kBlocks], w[S::parts][2], next_w[S::parts][2];
   input.begin(b);
-  input.get(b, 0, x);
-  if (arrives) b.arrived();
-  if (opens && b.thread == 0) b.ring.shut(0);
-  fetch<V>(b, w);
 #pragma unroll 1
   for (int stage = 0; stage < S::stages; ++stage) {
-    const bool more = stage + 1 < S::stages;
-    copy(next_x, x);
-    if (more) input.get(b, stage + 1, next_x);
+    uint4 x[S::parts][Input::kBlocks];
+    input.get(b, stage, x);
+    if (stage == 0) {
+      if (arrives) b.arrived();
+      if (opens && b.thread == 0) b.ring.shut(0);
+    }
 #pragma unroll
     for (int t = 0; t < kGroup; ++t) {
-      const bool end = t + 1 >= count;
-      copy(next_w, w);
-      if (!end || more) fetch<V>(b, next_w);
+      if (t >= count) break;
+      const uint32_t at = b.ring.wait() + b.warp * S::warp_bytes + b.lane * 16;
+      uint4 w[S::parts][2];  // all asked for before the first is used
+#pragma unroll
+      for (int p = 0; p < S::parts; ++p) w[p][0] = shared_load_16(at + p * 1024), w[p][1] = shared_load_16(at + p * 1024 + 512);
       multiply(acc[t], w, x);
-      b.ring.give(b.lane, !end || more);
-      copy(w, next_w);
-      if (end) break;
+      b.ring.release(b.lane);
     }
-    copy(x, next_x);
   }
 }
 
@@ -221,7 +205,8 @@ __device__ __forceinline__ void product(const Context& c, const Instruction& in,
   int each = tiles, larger = 0;
   if (groups > 1) each = tiles / groups, larger = tiles % groups;
   sink.begin(c, b, b.scratch + kInputBytes);
-  Input input(b, flagged<const bf16>(c, in, 0, b), rows, params);
+  const bool embeds = in.iargs[0] != 0;
+  Input input(b, embeds ? reinterpret_cast<const bf16*>(c.weights + in.weights) : flagged<const bf16>(c, in, 0, b), embeds, rows, params);
   int first = in.tile_begin;
   for (int group = 0; group < groups; ++group) {
     const int count = each + (group < larger);
@@ -268,8 +253,8 @@ template <class V>
 __device__ __forceinline__ void skip(const Instruction& in, Block& b) {
   b.wait();
   for (int i = 0; i < (in.tile_end - in.tile_begin) * Shape<V>::stages; ++i) {
-    b.ring.take();
-    b.ring.give(b.lane, false);
+    b.ring.wait();
+    b.ring.release(b.lane);
   }
   b.sync();  // once in every body
 }

@@ -39,6 +39,12 @@ __device__ __forceinline__ uint4 scaled(uint4 v, float4 a, float4 b) {
           pack_bf16(low(v.w) * b.z, high(v.w) * b.w)};
 }
 
+// Which row of the input row `r` of the product is; `embeds`: the input is the matrix of embeddings.
+template <class V>
+__device__ __forceinline__ int input_row(const Block& b, int r, bool embeds) {
+  return V::gather_logit_rows ? b.step->logit_row[r] : embeds ? b.step->row_token[r] : r;
+}
+
 // One row of input: every warp brings its whole slice into shared memory at once, normed, and needs no other warp to start.
 template <class V>
 struct SliceInput {
@@ -48,11 +54,11 @@ struct SliceInput {
   uint32_t at;  // shared address of the warp's slice, at the lane's 16 bytes
   float sum;    // of squares, this lane's part
 
-  __device__ __forceinline__ SliceInput(Block& b, const bf16* x, int, const float* norm) {
+  __device__ __forceinline__ SliceInput(Block& b, const bf16* x, bool embeds, int, const float* norm) {
     constexpr int pieces = S::warp_columns / 8, each = (pieces + 31) / 32;
     const uint32_t slice = shared_address(b.scratch) + b.warp * S::warp_columns * 2;
     const int first = b.warp * S::warp_columns;
-    const bf16* row = x + (V::gather_logit_rows ? int64_t(b.step->logit_row[0]) * S::k : 0);
+    const bf16* row = x + int64_t(input_row<V>(b, 0, embeds)) * S::k;
     const bf16* mine = row + first + b.lane * 8;
     const auto there = [&](int i) { return (pieces % 32 == 0 || i * 32 + b.lane < pieces) && (S::padded == S::k || first + (i * 32 + b.lane) * 8 < S::k); };
     float4 g[V::norm ? each : 1][2];
@@ -119,12 +125,12 @@ struct RowsInput {
   int slot;           // of the next stage to be read
   float sum[BLOCKS];
 
-  __device__ __forceinline__ RowsInput(Block& b, const bf16* input, int rows, const float* norm_weight) {
+  __device__ __forceinline__ RowsInput(Block& b, const bf16* input, bool embeds, int rows, const float* norm_weight) {
     x = input + b.warp * S::warp_columns, norm = norm_weight + b.warp * S::warp_columns;
 #pragma unroll
     for (int j = 0; j < BLOCKS; ++j) {
       const int r = j * 8 + b.lane / 4;
-      row[j] = r < rows ? (V::gather_logit_rows ? b.step->logit_row[r] : r) * S::k : -1;
+      row[j] = r < rows ? input_row<V>(b, r, embeds) * S::k : -1;
       sum[j] = 0;
     }
     slots = shared_address(b.scratch) + b.warp * kWarpBytes;

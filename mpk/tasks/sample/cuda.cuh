@@ -246,7 +246,7 @@ __device__ void run(const Context& c, const Instruction& i, Block& b) {
     if (b.thread == 0) store_message(operand<uint4>(c, i, 1) + slot, uint4{uint32_t(token), 0, 0, uint32_t(b.step->number)});
     b.sync();
   }
-  if (!waited) b.idle(), b.arrived();
+  if (!waited) b.arrived();
 }
 
 }  // namespace mpk::sample

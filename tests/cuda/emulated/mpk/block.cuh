@@ -19,12 +19,9 @@ constexpr int STAGE_BYTES = 16 * 1024;
 
 // Every thread takes the block's stages one after the other.
 struct WeightRing {
-  int taken, given;
-  uint32_t take() { return SCRATCH_BYTES + taken++ * STAGE_BYTES; }
-  void give(int, bool before_last) {
-    __syncwarp();
-    if (++given != taken - before_last) std::fprintf(stderr, "stage %d is given back, but %d of %d was read\n", given, taken - before_last, taken), std::abort();
-  }
+  int taken;
+  uint32_t wait() const { return SCRATCH_BYTES + taken * STAGE_BYTES; }
+  void release(int) { __syncwarp(), ++taken; }
   void shut(int) {}
 };
 
@@ -36,9 +33,9 @@ struct Block {
   int round;
   void sync() const { emulation::block_meeting.attend(THREADS); }
   void wait() {}
+  void wait_last() {}
   void arrived() {}
   bool may_poll(uint32_t&, bool = false) const { std::fprintf(stderr, "data does not come that somebody waits for\n"), std::abort(); }
-  void idle() const {}
   bool stopping() const { return false; }
 };
 

@@ -47,7 +47,6 @@ struct alignas(128) BlockMemory {
   volatile int count, spans_used;          // instructions of this block in a step; spans recorded
   const Record* volatile first;            // of them
   WaitState waits;
-  volatile int unfenced;                   // instructions since the last fence that may have written something
   volatile int64_t arrived_ns, started_ns; // of the present instruction, if traced
 };
 static_assert(sizeof(BlockMemory) <= 2048, "what the host allows for it");
@@ -69,11 +68,14 @@ struct Block {
 
   // Waits until the instruction's events have come; costs next to nothing if there are none. All 256 threads. If the program is being
   // stopped it returns all the same: what is computed from then on is thrown away.
-  __device__ __forceinline__ void wait() {
+  __device__ __forceinline__ void wait() { wait_from(0); }
+  // Waits for the last of them only.
+  __device__ __forceinline__ void wait_last() { wait_from(arguments == nullptr ? 0 : block_memory().records[place].instruction.wait_count - 1); }
+  __device__ __forceinline__ void wait_from(int first) {
     if (arguments == nullptr) return;
     const Record& record = block_memory().records[place];
     if (record.instruction.wait_count != 0) {
-      if (thread == 0 && !await_all(*arguments, block_memory().waits, record, step->number)) leave();
+      if (thread == 0 && !await_all(*arguments, block_memory().waits, record, first, step->number)) leave();
       sync();
     }
     arrived();
@@ -83,10 +85,6 @@ struct Block {
     if (arguments == nullptr || thread != 0) return;
     ring_control().started = sequence;
     if (arguments->launch.spans != 0) block_memory().started_ns = now_ns();
-  }
-  // Said by a body that has written nothing. All threads.
-  __device__ __forceinline__ void idle() const {
-    if (arguments != nullptr && thread == 0) block_memory().unfenced = block_memory().unfenced - 1;
   }
   // Whether to poll once more for what has not come: data of this step, or the next step's plan. `polls` counts from 0. Any thread.
   __device__ __forceinline__ bool may_poll(uint32_t& polls, bool next_step = false) const {

@@ -58,10 +58,10 @@ __device__ __forceinline__ void report(const Arguments& a, const WaitState& w) {
   atomicCAS(address<int32_t>(a.kernel.stop), RESULT_DONE, RESULT_STALLED);
 }
 
-__device__ __forceinline__ bool await_all(const Arguments& a, volatile WaitState& w, const Record& r, int64_t step) {
+__device__ __forceinline__ bool await_all(const Arguments& a, volatile WaitState& w, const Record& r, int first, int64_t step) {
   const Instruction& in = r.instruction;
 #pragma unroll 1
-  for (int n = 0; n < in.wait_count; ++n) {
+  for (int n = first; n < in.wait_count; ++n) {
     const Wait wait = n < INLINE_EVENTS ? r.waits[n] : address<const Wait>(a.launch.waits)[in.wait_begin + n];
     if (!await_event(a, w, wait.event, int64_t(wait.count) * step, in.task, step)) return false;
   }

@@ -8,8 +8,7 @@ namespace mpk {
 // Publishes what all threads of the block wrote before the last barrier.
 __device__ __forceinline__ void signal_all(const Arguments& a, const Record& r) {
   const Instruction& in = r.instruction;
-  if (block_memory().unfenced != 0) fence_release();
-  block_memory().unfenced = 0;
+  fence_release();
   for (int s = 0; s < in.signal_count; ++s) {
     const Signal signal = s < INLINE_EVENTS ? r.signals[s] : address<const Signal>(a.launch.signals)[in.signal_begin + s];
     add_relaxed(counter(a.kernel, signal.event), signal.amount);
@@ -70,7 +69,6 @@ __device__ __forceinline__ const Record* record_at(const BlockMemory& m, int i) 
 // Notes when a task began; a block whose weights do not come leaves. Thread 0 only.
 __device__ __forceinline__ void begin_task(const Arguments& a, Block& b) {
   BlockMemory& m = block_memory();
-  m.unfenced = m.unfenced + 1;
   if (a.launch.spans != 0) m.arrived_ns = m.started_ns = now_ns();
   if (ring_control().stop == STOP_STARVED) b.give_up(STALL_WEIGHTS, m.step.number);
 }
@@ -139,7 +137,7 @@ __device__ __forceinline__ void run_program(const Arguments& a, Dispatch dispatc
     const auto* stream_begin = address<const int32_t>(a.launch.stream_begin);
     StepView& step = block_memory().step;  // step 0, see `consume`
     step.number = step.rows = step.logit_rows = step.segment_count = step.previous_rows = 0, step.drawn_rows = step.special_rows = 0;
-    block_memory().leave_after = 0, block_memory().unfenced = 0, block_memory().spans_used = 0, block_memory().waits.gave_up = 0, block_memory().waits.stall.reserved = 0;
+    block_memory().leave_after = 0, block_memory().spans_used = 0, block_memory().waits.gave_up = 0, block_memory().waits.stall.reserved = 0;
     block_memory().count = stream_begin[block + 1] - stream_begin[block];
     block_memory().first = address<const Record>(a.kernel.records) + stream_begin[block];
   }

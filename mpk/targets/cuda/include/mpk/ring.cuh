@@ -41,25 +41,22 @@ constexpr int STOP_DONE = 1, STOP_STARVED = 2, STOP_STALLED = 3;
 // wrong: the warp goes on, so that all threads reach the next barrier, where the block leaves.
 constexpr uint32_t STARVED_TRIES = 1u << 27;
 
-// The consumer's view: every thread keeps its own copy of the position. A warp may hold two stages, the one it reads and the next.
+// The consumer's view: every thread keeps its own copy of the position.
 struct WeightRing {
-  int stage;        // to be taken next
+  int stage;
   uint32_t parity;
 
   // Shared address of the next stage, once it is there.
-  __device__ __forceinline__ uint32_t take() {
+  __device__ __forceinline__ uint32_t wait() const {
     for (uint32_t i = 0; !barrier_try(full_barrier(stage), parity) && !ring_control().stop;)
       if (++i == STARVED_TRIES) ring_control().stop = STOP_STARVED;
-    const uint32_t slot = stage_slot(stage);
-    if (++stage == STAGES) stage = 0, parity ^= 1;
-    return slot;
+    return stage_slot(stage);
   }
-  // The warp has read the stage that it took last, or the one taken before that; all its lanes call this.
-  __device__ __forceinline__ void give(int lane, bool before_last) const {
+  // The warp has read the stage; all its lanes call this.
+  __device__ __forceinline__ void release(int lane) {
     __syncwarp();
-    int read = stage - (before_last ? 2 : 1);
-    if (read < 0) read += STAGES;
-    if (lane == 0) barrier_arrive(empty_barrier(read));
+    if (lane == 0) barrier_arrive(empty_barrier(stage));
+    if (++stage == STAGES) stage = 0, parity ^= 1;
   }
   __device__ __forceinline__ void shut(int value) const { ring_control().shut = value; }
 };
