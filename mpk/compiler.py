@@ -31,13 +31,14 @@ class Compiler:
     enable_cross_op_pipelining: let weights be fetched ahead of the events that their task waits for.
     dtype: "bf16" or "f32", type of weights and key-value cache. max_rows: token rows of one step (prompts are read in chunks
     of that many). max_batch: sequences of one call. workers: SMs or threads used by each device (default: all of the target; on cpp, where
-    devices are groups of threads, an equal part of the processors).
+    devices are groups of threads, an equal part of the processors). use_tuned: take the choices that `mpk tune` found for this model,
+    target and these options, where it did.
 
     Raises `TargetError` for an unknown target and for options the target does not have.
     """
 
     def __init__(self, target_hardware: str = "auto", tensor_parallel_size: int = 1, enable_cross_op_pipelining: bool = True,
-                 dtype: str = "bf16", max_rows: int | None = None, max_batch: int = 16, workers: int | None = None) -> None:
+                 dtype: str = "bf16", max_rows: int | None = None, max_batch: int = 16, workers: int | None = None, use_tuned: bool = True) -> None:
         if not isinstance(target_hardware, str):
             raise TargetError("target_hardware", expected="the name of a target, or 'auto'", actual=repr(target_hardware))
         for name, value, optional in (("max_batch", max_batch, False), ("max_rows", max_rows, True),
@@ -65,7 +66,7 @@ class Compiler:
         elif target.backend == "cpp":  # the ranks are groups of threads of one machine
             target = target.with_workers(max(1, target.workers // int(tensor_parallel_size)))
         self.target = target
-        self.enable_cross_op_pipelining = enable_cross_op_pipelining
+        self.enable_cross_op_pipelining, self.use_tuned = enable_cross_op_pipelining, use_tuned
         self.options = Options(max_rows=int(max_rows), max_batch=int(max_batch), dtype=dtype, tensor_parallel=int(tensor_parallel_size))
 
     def require_device(self) -> None:
@@ -79,16 +80,20 @@ class Compiler:
         "smollm2-135m-instruct", or what `mpk.frontend.load` returned. Weights are not read yet. Raises `ModelError`.
         """
         from mpk import frontend
+        from mpk.codegen import tuned
 
         loaded = model if isinstance(model, frontend.LoadedModel) else frontend.load(model)
+        options = tuned.find(loaded.config, self.target, self.options) if self.use_tuned else self.options
         tensors = registry.build_graph(loaded.config)
 
         def lower() -> SMTaskGraph:
-            return pipeline.lower(tensors, self.target, self.options)
+            return pipeline.lower(tensors, self.target, options)
 
         debugging = settings.dump_folder() is not None or settings.stop_after() is not None
-        graph = lower() if debugging else graph_cache.lowered(tensors, self.target, self.options, lower)
+        graph = lower() if debugging else graph_cache.lowered(tensors, self.target, options, lower)
         graph.model = loaded
+        if options != self.options:
+            graph.notes.append("tuned: choices that mpk tune found for this model and target")
         return graph
 
     def build(self, sm_graph: SMTaskGraph, model: Any = None, progress: Progress | None = None) -> Engine:

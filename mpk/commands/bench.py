@@ -104,7 +104,11 @@ def floor_bytes(config: DecoderConfig, dtype: str, batch: int, context: int) -> 
 
 
 def _mpk(compiler: Any, loaded: LoadedModel, plans: Mapping[tuple[int, int], DecodePlan], quiet: bool) -> System:
-    engine, _ = build(compiler, loaded, quiet)
+    return decode_steps(build(compiler, loaded, quiet)[0], loaded, plans)
+
+
+def decode_steps(engine: Any, loaded: LoadedModel, plans: Mapping[tuple[int, int], DecodePlan]) -> System:
+    """A function that runs one generation of a plan with random tokens and returns milliseconds of its single decode steps."""
     instance = engine.create_instance(max_batch=max(b for b, _ in plans), max_context=max(plan.context for plan in plans.values()))
     rng = np.random.default_rng(0)
 

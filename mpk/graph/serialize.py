@@ -97,7 +97,7 @@ def _header(graph: SMTaskGraph) -> dict[str, Any]:
         "flagged_begin": graph.flagged_begin, "flagged_bytes": graph.flagged_bytes,
         "weight_offsets": graph.weight_offsets, "weight_bytes": graph.weight_bytes, "param_offsets": graph.param_offsets,
         "limits": asdict(graph.limits) if graph.limits else None, "notes": graph.notes,
-        "events_before_fusion": graph.events_before_fusion,
+        "events_before_fusion": graph.events_before_fusion, "flight": graph.flight,
     }
 
 
@@ -135,6 +135,7 @@ def _graph(header: dict[str, Any]) -> SMTaskGraph:
     graph.limits = MachineLimits(**header["limits"]) if header["limits"] else None
     graph.events_before_fusion = header["events_before_fusion"]
     graph.notes = list(header["notes"])
+    graph.flight = tuple(header["flight"]) if header.get("flight") else None
     return graph
 
 

@@ -146,6 +146,7 @@ class SMTaskGraph:
     limits: MachineLimits | None = None
     events_before_fusion: int = 0  # tasks that another task needs: one event each, if none were fused
     notes: list[str] = field(default_factory=list)  # what each pass did or declined, one line each, with numbers
+    flight: tuple[int, int] | None = field(default=None, compare=False)  # bytes on their way of a launch, where not the target's own
     proof: str = field(default="", repr=False, compare=False)  # fingerprint of the contents that `verify` proved; not saved
     model: Any = field(default=None, repr=False, compare=False)  # where the weights come from (mpk.frontend.LoadedModel); not saved
     # task -> sets of tasks it needs, before event fusion makes events of them (tasks with the same needs share a set)

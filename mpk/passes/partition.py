@@ -21,12 +21,25 @@ ELEMENT_BYTES = {"f32": 4, "bf16": 2}
 
 @dataclass(frozen=True)
 class Options:
-    """What a graph is lowered for besides the model: rows a step may hold, sequences in a batch, weight type, devices that share it."""
+    """What a graph is lowered for besides the model: rows a step may hold, sequences in a batch, weight type, devices that share it; and
+    choices of the passes.
+
+    The choices are what `mpk tune` varies; a default means that the pass decides. `attention_splits`: parts of the context in attention.
+    `tasks`: (operator without its layer, most tasks it is cut into). `rotate`: whether the larger shares go round. `placement`: how
+    `schedule` picks a worker. `signals`: most events of one operator that a task signals. `flight`: bytes of weights on their way to an
+    SM, while a product runs and while its input is awaited.
+    """
 
     max_rows: int = 256
     max_batch: int = 16
     dtype: str = "bf16"
     tensor_parallel: int = 1
+    attention_splits: int = 0
+    tasks: tuple[tuple[str, int], ...] = ()
+    rotate: bool = True
+    placement: str = "spread"
+    signals: int = 0
+    flight: tuple[int, int] | None = None
 
 
 def run(graph: TensorGraph, target: Target, options: Options) -> SMTaskGraph:
@@ -36,20 +49,21 @@ def run(graph: TensorGraph, target: Target, options: Options) -> SMTaskGraph:
     scratch = target.scratch_bytes if target.backend == "cpp" else 1 << 60
     out.limits = MachineLimits(target.workers, target.max_events, 1 << 40, scratch)
     declare_buffers(out, options, target)
-    rotation = 0
+    out.flight = options.flight
+    rotation, most = 0, dict(options.tasks)
     cuts: list[list[tuple[int, int]]] = []
     for index, op in enumerate(graph.operators):
         kind = kind_of(op)
         tiles = kind.tiles(op, graph)
-        count = max(1, min(tiles, target.workers, kind.max_splits(op, graph)))
+        count = max(1, min(tiles, target.workers, kind.max_splits(op, graph), most.get(op.name.split(".", 1)[-1], tiles)))
         leader = leader_of(graph, index)
         made = ranges(tiles, count, rotation) if leader is None else cuts[leader]
         cuts.append(made)
         for begin, end in made:
             out.add_task(op.kind, index, (begin, end), kind.reads(op, graph, begin, end), kind.writes(op, graph, begin, end),
                          kind.cost(op, graph, begin, end, options.dtype))
-        if leader is None:
-            rotation = (rotation + tiles % count) % count if count > 1 else rotation
+        if leader is None and options.rotate and count > 1:
+            rotation = (rotation + tiles % count) % count
     out.notes.append(f"partition: {len(out.tasks)} tasks of {len(graph.operators)} operators for {target.workers} workers")
     return out
 

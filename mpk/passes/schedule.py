@@ -22,8 +22,15 @@ def duration_us(task: Task, target: Target, workers: int) -> float:
     return target.task_latency.value + max(moved, task.cost.flops / (target.worker_rate.value * 1e3))
 
 
-def run(graph: SMTaskGraph, target: Target) -> SMTaskGraph:
-    """Fill `Task.worker` and `graph.queues`."""
+PLACEMENTS = ("spread", "earliest", "fixed")
+
+
+def run(graph: SMTaskGraph, target: Target, placement: str = "spread") -> SMTaskGraph:
+    """Fill `Task.worker` and `graph.queues`.
+
+    placement: "spread" gives every worker one task of an operator before any gets a second; "earliest" goes by estimated times alone;
+    "fixed" gives the j-th task of every operator to worker j.
+    """
     workers = graph.num_workers
     free = np.zeros(workers)
     load = np.zeros(workers)
@@ -45,9 +52,11 @@ def run(graph: SMTaskGraph, target: Target) -> SMTaskGraph:
         end = np.maximum(free, ready) + took
         for producer in _few(sets):
             end[graph.tasks[producer].worker] -= 1e-3 * target.event_latency.value
-        # Spread the tasks of an operator first: its estimated times are equal only on paper.
-        order = np.lexsort((np.arange(workers), load, end, taken))
-        worker = int(order[0])
+        if placement == "fixed":
+            worker = int(taken.sum()) % workers
+        else:  # Spread the tasks of an operator first: its estimated times are equal only on paper.
+            keys = (end, taken) if placement == "spread" else (taken, end)
+            worker = int(np.lexsort((np.arange(workers), load, *keys))[0])
         if task.op not in leaders:
             leaders[task.op] = leader_of(graph.tensor_graph, task.op)
         leader = leaders[task.op]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -88,7 +88,8 @@ class CudaEngine(Engine):
         self.tables = self.builder.cuda_tables()
         plan = hardware.load(self.graph.target).kernel
         assert plan is not None
-        self.plan = plan
+        flight = self.graph.flight or (plan.flight_bytes, plan.flight_idle_bytes)
+        self.plan = replace(plan, flight_bytes=flight[0], flight_idle_bytes=flight[1])
         self._loaded: dict[int, LoadedProgram] = {}
 
     def on_device(self, index: int, progress: Any = None) -> LoadedProgram:
