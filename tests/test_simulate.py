@@ -7,16 +7,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from mpk.compiler import Compiler
 from mpk.errors import GraphError, RequestError
+from mpk.frontend.source import LoadedModel
 from mpk.graph.sm_task_graph import Buffer, Cost, Region, SMTaskGraph
 from mpk.graph.tensor_graph import Operator, TensorGraph
-from mpk.models.config import DecoderConfig
+from mpk.models import shapes
+from mpk.models.config import DecoderConfig, first_layers
 from mpk.simulate import simulate
-from mpk.simulate.baseline import kernel_per_operator, with_barriers
-from mpk.simulate.machine import KindCost, LaunchCost, Machine, WorkerCost
+from mpk.simulate.baseline import compare, kernel_per_operator, with_barriers
+from mpk.simulate.machine import KindCost, LaunchCost, LinkCost, Machine, WorkerCost
 from mpk.simulate.report import critical_path, idle, overlap, report, traffic
 from mpk.simulate.simulator import Simulation
-from mpk.simulate.timeline import CONSUMER, LOADER, RUN, WAIT_EVENT, WAIT_WEIGHTS
+from mpk.simulate.timeline import CONSUMER, LINK, LOADER, RUN, WAIT_EVENT, WAIT_WEIGHTS
 from mpk.simulate.work import Step
 from mpk.targets import hardware
 
@@ -218,3 +221,65 @@ def test_regions_say_what_goes_through_memory() -> None:
     assert traffic(simulate(graph, target=device(1))).activations == 0
     split = kernel_per_operator(graph, device(1), Step(), "graph")
     assert traffic(split).weights == STAGE
+
+
+# ---- data as its own flag, several devices
+def flagged(queues: list[list[tuple[int, tuple[int, ...]]]], sending: tuple[int, ...] = (), ranks: int = 1) -> SMTaskGraph:
+    """As `tasks`, with events that data carries; tasks in `sending` write 100 elements of a message."""
+    graph = replace(tasks(queues), ranks=ranks)
+    graph.buffers["message"] = Buffer("message", 100, "tokens", "peer", 8 * ranks)
+    for event in graph.events[1:-1]:
+        event.carried = True
+    for t in sending:
+        graph.tasks[t].writes = (Region("message", 0, 100),)
+    return graph
+
+
+def test_data_that_is_its_own_flag_needs_no_release() -> None:
+    worker = replace(PLAIN, event_us=0.9, flag_us=0.4, fence_us=0.5)
+    queues = [[(0, ())], [(0, (0,))], [(0, (1,))]]
+    counted = simulate(tasks(queues), target=device(3, worker, end=2.0), steps=1)
+    carried = simulate(flagged(queues), target=device(3, worker, end=2.0), steps=1)
+    assert ended(counted, 2) == pytest.approx(3 * 2.0 + 2 * (0.5 + 0.9))
+    assert ended(carried, 2) == pytest.approx(3 * 2.0 + 2 * 0.4)
+    assert critical_path(carried)["work"]["hand_off"] == pytest.approx(0.8)
+
+
+def linked(workers: int, **cost: float) -> Machine:
+    return replace(device(workers, replace(PLAIN, flag_us=0.4), **cost), link=LinkCost(bandwidth_gb_s=1.0, latency_us=1.5))
+
+
+def test_a_message_takes_its_bytes_over_the_link_and_its_latency() -> None:
+    """800 bytes to each of three others, then the receiver, on another worker and on the same one."""
+    on_the_way = 3 * 800 / 1e3 + 1.5
+    other = simulate(flagged([[(0, ())], [(0, (0,))]], sending=(0,), ranks=4), target=linked(2, end=2.0), steps=1, devices=4)
+    assert ended(other, 1) == pytest.approx(2.0 + on_the_way + 2.0)
+    same = flagged([[(0, ()), (0, ())]], sending=(0,), ranks=4)
+    same.tasks[1].reads = (Region("message", 0, 100),)
+    s = simulate(same, target=linked(1, end=2.0), steps=1, devices=4)
+    assert ended(s, 1) == pytest.approx(2.0 + on_the_way + 2.0)
+    assert idle(s)["peer"] == pytest.approx(on_the_way / s.latency_us)
+    assert sum(sum(row.values()) for row in critical_path(s).values()) == pytest.approx(s.latency_us)
+    assert {(int(p), int(n)) for p, n in s.timeline.spans[["role", "bytes"]].tolist() if n} == {(LINK, 2400)}
+
+
+def test_weights_come_while_a_message_is_on_its_way() -> None:
+    graph = flagged([[(1, ()), (20, ())]], sending=(0,), ranks=2)
+    graph.tasks[1].reads = (Region("message", 0, 100),)
+    s = simulate(graph, target=linked(1, bandwidth=100, stages=40, flight=40, idle_flight=40, end=2.0), steps=1, devices=2)
+    assert 0 < overlap(s) <= 1
+    blocking = kernel_per_operator(_operators(graph), linked(1, end=2.0), Step(), "graph", 2)
+    assert overlap(blocking) == 0
+
+
+def test_the_shards_of_a_model_are_simulated_with_their_messages() -> None:
+    compiler = Compiler("h200", tensor_parallel_size=2, max_batch=1, workers=24)
+    graph = compiler.lower_model(LoadedModel(first_layers(shapes.shape("Qwen3-0.6B"), 2), None, None, "two layers"))  # type: ignore[arg-type]
+    s = simulate(graph, devices=2)
+    found = report(s)
+    assert found["communication_overlap"] > 0.5 and found["idle"]["peer"] > 0
+    rows = {r["model"]: r for r in compare(s)}
+    assert list(rows) == ["eager", "CUDA graph", "fused, CUDA graph", "mega-kernel"]
+    assert [r["speed_up"] for r in rows.values()] == sorted(r["speed_up"] for r in rows.values())
+    assert rows["mega-kernel"]["activation_share"] == 0 < rows["fused, CUDA graph"]["activation_share"]
+    assert rows["fused, CUDA graph"]["communication_overlap"] == 0

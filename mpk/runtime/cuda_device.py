@@ -66,6 +66,13 @@ class Memory:
         if data.nbytes:
             check(self.device.driver.cuMemcpyHtoD(self.address + offset, data.ctypes.data, data.nbytes), "copy to the device")
 
+    def repeat(self, first: int) -> None:
+        """Fill the memory with its own first `first` bytes, over and over."""
+        while first < self.size:
+            size = min(first, self.size - first)
+            check(self.device.driver.cuMemcpyDtoD(self.address + first, self.address, size), "copy within the device")
+            first += size
+
     def upload_async(self, source: int, size: int, offset: int = 0) -> None:
         """Copy `size` bytes from pinned host memory at address `source`, in the order of launches; returns before that is done."""
         if offset + size > self.size:

@@ -28,6 +28,7 @@ from mpk.simulate.work import Step
 from mpk.tasks.stages import TILE_ROWS
 
 COLLECTIVE = "collective"  # kind of a library's all-reduce
+COLLECTIVES = (COLLECTIVE, "all_reduce", "all_gather")
 SPLIT_INPUT = ("o", "down")  # products whose matrices are split along their input when devices share them; a collective adds up
 ELEMENTWISE_COLUMNS = 256  # of a tile of an operator without a matrix
 
@@ -38,9 +39,10 @@ def kernel_per_operator(graph: SMTaskGraph, machine: Machine, step: Step, launch
     costs = machine.launch
     gap = costs.gap_us if launch == "eager" else costs.graph_us
     worker = replace(machine.worker, event_us=gap, poll_us=0.0, fence_us=0.0, fence_drains=0.0, step_us=0.0, queue_share=0.0)
-    kinds = tuple(replace(k, prefetches=False) for k in machine.kinds)
-    split = replace(machine, worker=worker, kinds=(*kinds, KindCost(COLLECTIVE, end=costs.collective_us)))
+    kinds = tuple(replace(k, prefetches=False) for k in machine.kinds if k.name not in COLLECTIVES)
+    split = replace(machine, worker=worker, kinds=(*kinds, *(KindCost(name, end=costs.collective_us) for name in COLLECTIVES)))
     program = build(barriers, split, step, STEPS, pipelining=False, spilling=True)
+    program.tasks["link_bytes"], program.tasks["source"] = 0, -1  # the library's call has it all in its time
     if launch == "eager":  # the host runs ahead within a step, and waits for the token at its end
         ops = np.array([t.op for t in barriers.tasks])[program.ids]
         program.tasks["earliest"] = ((np.searchsorted(np.unique(ops), ops) + 1) * costs.eager_us * PS).astype(np.int64)

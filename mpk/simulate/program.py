@@ -10,7 +10,7 @@ from mpk.errors import GraphError
 from mpk.graph.order import STEP_EVENT
 from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.simulate.machine import KindCost, Machine
-from mpk.simulate.work import CHUNK_BYTES, Step, Work, table
+from mpk.simulate.work import CHUNK_BYTES, Step, Work, activation_bytes, table
 from mpk.tasks.base import load_kinds
 
 PREFETCHES, OPENS = 1, 2  # Flags of core.hpp
@@ -54,14 +54,14 @@ class Program:
 
 
 def build(graph: SMTaskGraph, machine: Machine, step: Step, steps: int, pipelining: bool = True, spilling: bool | None = None) -> Program:
-    """`spilling`: activations go through device memory (default: if they do not fit the machine's L2).
+    """`spilling`: activations go through device memory (default: if what one operator reads and writes does not fit the machine's L2).
 
     Raises `GraphError` for a graph that was not scheduled."""
     ids = np.array([t for q in graph.queues for t in q], np.int32)
     if len(ids) != len(graph.tasks) or not graph.tasks:
         raise GraphError("a graph without queues", expected="every task in one queue", remedy="lower it with Compiler.lower_model")
     if spilling is None:
-        spilling = graph.arena_bytes * step.batch / graph.max_rows > machine.l2_mb * 1e6
+        spilling = max(activation_bytes(graph, op, step.batch) for op in graph.tensor_graph.operators) > machine.l2_mb * 1e6
     work = table(graph, machine.target, step, spilling)
     tasks = np.zeros(len(ids), TASK)
     _times(tasks, graph, machine, ids, work)

@@ -80,7 +80,7 @@ def critical_path(simulation: Simulation) -> dict[str, dict[str, float]]:
         for name, took in pieces.items():
             row[name] += int(took) / 1e6
         cause = int(r["cause"])
-        if (at in queue_begin and cause < 0) or (cause >= 0 and records["published"][cause] > r["ready"]):
+        if (at in queue_begin and cause < 0) or (cause >= 0 and records["ended"][cause] > r["ready"]):
             row["hand_off"] += (int(r["ready"]) - begin) / 1e6  # it waited for the step to begin
             return out
         at = cause if cause >= 0 else at - 1

@@ -101,9 +101,9 @@ class WorkModel:
         return stages // tiles * len(groups(tiles)) if stages >= tiles and "norm" in op.weights else 0
 
     def _sent(self, task: Task) -> int:
-        """Bytes that go to the other devices."""
-        buffers = self.graph.buffers
-        return (self.graph.ranks - 1) * sum(self._bytes(buffers[r.buffer], r) for r in task.writes if buffers[r.buffer].kind == "peer")
+        """Bytes that go to the other devices; an element of a buffer of messages holds the words of all of them."""
+        buffers, ranks = self.graph.buffers, self.graph.ranks
+        return sum(self._bytes(buffers[r.buffer], r) for r in task.writes if buffers[r.buffer].kind == "peer") * (ranks - 1) // ranks
 
     def _bytes(self, buffer: Buffer, region: Region) -> int:
         rows = 1 if buffer.rows == "step" else self.step.batch
@@ -130,13 +130,13 @@ def table(graph: SMTaskGraph, target: Target, step: Step, spilling: bool) -> np.
     out = np.array([model.of(t) for t in graph.tasks], np.int64).reshape(len(graph.tasks), len(Work._fields))
     if spilling:
         ops = np.array([t.op for t in graph.tasks])
-        moved = np.array([_activation_bytes(graph, op, step.batch) for op in graph.tensor_graph.operators])
+        moved = np.array([activation_bytes(graph, op, step.batch) for op in graph.tensor_graph.operators])
         count = np.bincount(ops, minlength=len(moved))
         out[:, Work._fields.index("spilled")] = -(-moved[ops] // np.maximum(count[ops], 1))
     return out
 
 
-def _activation_bytes(graph: SMTaskGraph, op: Operator, batch: int) -> int:
+def activation_bytes(graph: SMTaskGraph, op: Operator, batch: int) -> int:
     """Bytes of the activations that an operator reads and writes."""
     buffers = [graph.buffers[name] for name in (*op.inputs, *op.outputs) if name in graph.buffers]
     return sum(b.row_bytes * (1 if b.rows == "step" else batch) for b in buffers if b.kind == "activation")
