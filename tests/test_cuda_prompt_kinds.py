@@ -29,6 +29,7 @@ def rope_table(segments: Segments, head_dim: int) -> np.ndarray:
     return np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(("hidden", "head_dim", "rows", "shares"), [(72, 8, 5, 2), (320, 64, 70, 3)])
 def test_embeddings_and_rotations(hidden: int, head_dim: int, rows: int, shares: int) -> None:
     rng = np.random.default_rng(1)
@@ -47,6 +48,7 @@ def test_embeddings_and_rotations(hidden: int, head_dim: int, rows: int, shares:
     assert np.isnan(rope[rows]).all()
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(("hidden", "rows", "shares"), [(72, 9, 1), (576, 40, 3), (1024, 17, 2)])
 def test_norm(hidden: int, rows: int, shares: int) -> None:
     rng = np.random.default_rng(2)
@@ -64,6 +66,7 @@ def test_norm(hidden: int, rows: int, shares: int) -> None:
     assert not found[:, hidden:].any() and (out[:, rows:] == NAN).all()
 
 
+@pytest.mark.gpu
 def test_norm_for_logits_takes_only_rows_of_sequences_that_want_all() -> None:
     rng = np.random.default_rng(3)
     x = to_bf16(rng.standard_normal((20, 64), np.float32))
@@ -87,6 +90,7 @@ STEPS: tuple[Segments, ...] = (
 )
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("segments", STEPS)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "window", "norm"), SHAPES)
 def test_append_and_attention(heads: int, kv_heads: int, head_dim: int, window: int, norm: bool, segments: Segments) -> None:

@@ -27,6 +27,7 @@ def test_products_stay_asynchronous_and_in_registers() -> None:
     assert cubin.resources["run_kind"].spill_stores == cubin.resources["run_kind"].spill_loads == 0
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(("n", "k", "rows", "shares"), [(128, 128, 16, 1), (200, 192, 130, 3), (8, 64, 1, 1), (272, 576, 300, 2), (320, 72, 257, 4)])
 @pytest.mark.parametrize("epilogue", [STORE, RESIDUAL, SWIGLU])
 @pytest.mark.parametrize("biased", [False, True])
@@ -63,6 +64,7 @@ def test_product(n: int, k: int, rows: int, shares: int, epilogue: int, biased: 
     assert np.abs(from_bf16(found) - exact).max() <= 2.0**-8 * np.abs(exact).max() + 1e-4
 
 
+@pytest.mark.gpu
 def test_logits_go_to_sequences_that_want_all() -> None:
     n, k, rows, room = 77, 64, 40, 48
     rng = np.random.default_rng(5)

@@ -57,7 +57,8 @@ def command(
     engine, _ = build(compiler, loaded, quiet=json)
     graph = engine.graph
     instance = engine.create_instance(max_batch=batch, max_context=plan.context,
-                                      trace_spans=4 * max(len(q) for q in graph.queues) * (plan.prompt_steps + steps))
+                                      trace_spans=4 * max(len(q) for q in graph.queues) * (plan.prompt_steps + steps)
+                                      + 2 * engine.prompt_tasks(batch * context))
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, loaded.config.vocab_size, size=(batch, context))
     result = instance.generate(prompts, max_new_tokens=plan.new_tokens, stop_tokens=[])

@@ -113,6 +113,12 @@ class CudaEngine(Engine):
         count = len(self.graph.tasks)
         return (self.graph, task) if self.prompt is None or task < count else (self.prompt.graph, task - count)
 
+    def prompt_tasks(self, tokens: int) -> int:
+        if self.prompt is None:
+            return 0
+        graph = self.prompt.graph
+        return (-(-tokens // graph.max_rows) + 1) * max(len(queue) for queue in graph.queues)
+
     def on_device(self, index: int, progress: Any = None) -> LoadedProgram:
         """The program on a device, brought there first where it is not."""
         if index not in self._loaded:

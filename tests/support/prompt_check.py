@@ -100,16 +100,21 @@ def main() -> None:
         for text in pool.map(compile_only, [(name, prompts) for name in names for prompts in (True, False) if prompts or not alone]):
             print(text, flush=True)
     short_steps()
+    wrong: list[bool] = []
     for name in names:
         print(f"{name} ...", flush=True)
         begin = time.perf_counter()
         try:
-            print(check(name, alone), f"({time.perf_counter() - begin:.1f} s)", flush=True)
+            text = check(name, alone)
+            print(text, f"({time.perf_counter() - begin:.1f} s)", flush=True)
+            wrong += ["TOO LARGE" in text or "NOT REPEATED" in text]
         except StallError as error:  # the device is of no use to this process any more
             print(f"{name}: {error}", flush=True)
             os._exit(1)
         except Exception as error:  # report and go on with the next model
             print(f"{name}: {type(error).__name__}: {error}", flush=True)
+            wrong.append(True)
+    sys.exit(int(any(wrong)))
 
 
 if __name__ == "__main__":
