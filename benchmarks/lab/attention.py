@@ -115,7 +115,7 @@ def measure(device: Device, shape: str, segments: list[tuple[int, int]], least: 
     hop = np.median(hops[1:, 5].max(1) - hops[:-1, 0].max(1)) / 1e3
     t = runs[False]
     begin = t[:-1, 0].max(1)
-    last = [np.median((t[:-1, what].max(1) - begin)) / 1e3 for what in (1, 2, 3, 4)] + [np.median(t[1:, 5].max(1) - begin) / 1e3]
+    last = [np.median(t[:-1, what].max(1) - begin) / 1e3 for what in (1, 2, 3, 4)] + [np.median(t[1:, 5].max(1) - begin) / 1e3]
     own = [np.median([np.median((row[end] - row[first])[row[first] > 0]) for row in t[:-1]]) / 1e3 for first, end in ((1, 2), (3, 4))]
     marks = lab.memory["marks"].download(np.int64, SMS * 8 * 16).reshape(SMS, 8, 16)
     worked = (marks[:, :, 3] > 0)

@@ -49,7 +49,7 @@ struct Merge {
 #pragma unroll 1
     for (int from = first; from <= last; from += GROUPS * BATCH) {
       uint4 v[BATCH][EACH] = {};
-      uint2 s[BATCH];
+      uint2 s[BATCH] = {};
       const float* mine = row_begin + (from + part) * STRIDE;
       const unsigned own = work >> from >> part;
       const auto has = [&](int j) { return j * GROUPS < 32 && (own >> (j * GROUPS) & 1u) != 0; };
@@ -155,7 +155,7 @@ struct Columns {
 #pragma unroll 1
     for (int begin = lane / LANES; begin - lane / LANES < count; begin += GROUPS * BATCH) {
       uint4 v[BATCH] = {};
-      uint2 s[BATCH];
+      uint2 s[BATCH] = {};
       const auto load = [&](bool fresh) {  // all, or what is missing
 #pragma unroll
         for (int j = 0; j < BATCH; ++j) {
@@ -253,7 +253,7 @@ __device__ void run(const Context& c, const Instruction& i, Block& b) {
     const int row = n / tiles, head = i.tile_begin + n % tiles;
     const int segment = __popc(__ballot_sync(ALL_LANES, row_begin <= row)) - 1;
     LAB_MARK(13);
-    M merge;
+    M merge{};
     merge.clear();
 #pragma unroll 1
     for (int begin = 0; begin < M::splits; begin += 32) {

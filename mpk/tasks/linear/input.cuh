@@ -120,7 +120,7 @@ struct RowsInput {
   static_assert(kSlots >= 1, "a stage of the input fits");
   const bf16* x;
   const float* norm;  // at the warp's first column
-  int row[BLOCKS];    // this lane's rows: elements from x; -1: there is no such row
+  int64_t row[BLOCKS];  // this lane's rows: elements from x; -1: there is no such row
   uint32_t slots;     // shared address
   int slot;           // of the next stage to be read
   float sum[BLOCKS];
@@ -130,7 +130,7 @@ struct RowsInput {
 #pragma unroll
     for (int j = 0; j < BLOCKS; ++j) {
       const int r = j * 8 + b.lane / 4;
-      row[j] = r < rows ? input_row<V>(b, r, embeds) * S::k : -1;
+      row[j] = r < rows ? int64_t(input_row<V>(b, r, embeds)) * S::k : -1;
       sum[j] = 0;
     }
     slots = shared_address(b.scratch) + b.warp * kWarpBytes;

@@ -165,11 +165,11 @@ class Task {
     // One tile appends, or all do, the same values, because they read them there.
     const int number = blocks.number(fresh.block);
     bf16* keys = fresh.count > 0 && (own.query == 0 || !is_inserted(own)) ? block_at(number, page_at(own, number)) : nullptr;
-    Turn<V> turn;
+    Turn<V> turn{};
     turn.load_rope(rope, quad), turn.ask_for_norms(params);
 #pragma unroll 1
     for (int first = 0; first < passes; first += BATCH) {
-      Q heads[BATCH];
+      Q heads[BATCH] = {};
 #pragma unroll
       for (int j = 0; j < BATCH; ++j) {
         identify(heads[j], own, blocks, fresh, queries, (first + j) * Q::A_WARP + lane / Q::LANES);

@@ -110,13 +110,13 @@ class OneRowTask {
       return qkv + head * S::head_dim;
     };
     const auto wanted = [&](int p) { return quad < Q::quads && (number(p) < S::group || (newest && number(p) < S::group + 2)); };
-    Q heads[PASSES];
+    Q heads[PASSES] = {};
 #pragma unroll
     for (int p = 0; p < PASSES; ++p) {
       heads[p].first = heads[p].second = uint2{0, 0};
       load_8_if(wanted(p), from(p), heads[p].first), load_8_if(wanted(p), from(p) + Q::half, heads[p].second);
     }
-    Turn<V> queries, keys;
+    Turn<V> queries{}, keys{};
     queries.load_rope(rope, quad), queries.load_norm(params, QUERY, quad);
     if (newest) keys.load_norm(params, KEY, quad);
     if constexpr (FLAGGED) {  // all that is missing is asked for together
@@ -149,7 +149,7 @@ class OneRowTask {
   __device__ __forceinline__ void turn(Q (&heads)[PASSES], const Turn<V>& queries, const Turn<V>& keys, int quad) const {
     if constexpr (BEGIN < END) {
       const int first = own_lane() / Q::LANES;
-      float scale[PASSES];
+      float scale[PASSES] = {};
       if constexpr (V::q_norm || V::k_norm) {
 #pragma unroll
         for (int p = BEGIN; p < END; ++p) scale[p] = heads[p].squares();
