@@ -125,7 +125,7 @@ def measure(device: Device, shape: str, segments: list[tuple[int, int]], least: 
     gaps = [int(np.median(sel[:, k + 1] - sel[:, k])) if (sel[:, k] >= 0).all() and (sel[:, k + 1] >= 0).all() else -1 for k in range(11)]
     comb = marks[:, 0][marks[:, 0, 15] > 0]
     print("   cycles", gaps, "merge", [int(np.median(comb[:, k + 1] - comb[:, k])) for k in (12, 13, 14)], "warps", int(worked.sum()), flush=True)
-    heads, kv_heads, head_dim, _ = SHAPES[shape]
+    _, kv_heads, head_dim, _ = SHAPES[shape]
     bytes_ = sum(p + r for p, r in segments) * kv_heads * head_dim * 4
     print(json.dumps({"shape": shape, "step": label, "least": least, "junk": junk, "flight": flight, "hop": round(float(hop), 2), "path": round(float(last[4] - hop), 2),
                       "queries": round(float(last[0]), 2), "partials": round(float(last[1]), 2), "merging": round(float(last[2]), 2), "attn": round(float(last[3]), 2),
