@@ -114,6 +114,7 @@ struct Block {
   // Leaves after this instruction, having waited in vain for `event` (or STALL_*), for the rank `peer` - 1 if that is not 0. Any thread.
   __device__ __forceinline__ void give_up(int event, int64_t in_step, int peer = 0, int64_t expected = 0, int64_t seen = 0) const {
     BlockMemory& m = block_memory();
+    if (peer == 0) expected = in_step, seen = in_step - 1;
     if (leave()) m.waits.stall = Stall{0, m.records[place].instruction.task, event, peer, expected, seen, in_step}, m.waits.gave_up = 1;
   }
   // Whether some thread of this block said so; the same in all threads after a barrier.
