@@ -3,9 +3,6 @@
 #include "mpk/wait.cuh"
 #include "rotary_attention/head.cuh"
 
-#ifndef LAB_MARK
-#define LAB_MARK(n)
-#endif
 namespace mpk::rotary_attention {
 
 template <class V>
@@ -22,7 +19,6 @@ class OneRowTask {
       : c(c), i(i), b(b), rows(M{b.scratch}.rows(b.warp)), kv_head(tile / S::splits), split(tile % S::splits), line(*b.step) {}
 
   __device__ __forceinline__ void run(bool& waited) {
-    LAB_MARK(0);
     __syncwarp();  // the memory of the tile before
     int f = b.warp * line.used + split;
     if (split >= line.used || f >= line.blocks) return;
@@ -32,10 +28,8 @@ class OneRowTask {
     bf16* keys = keys_of(f);
     warp.load_keys(keys, 0), warp.load_values(keys + P::VALUES, 0);
     pad_queries();
-    LAB_MARK(2);
     if (!waited) wait_inputs(b), waited = true;
     bring(newest);
-    LAB_MARK(4);
     if (newest) {
       const int at = line.position % S::block;
       warp.insert_key(shared_address(rows + KEY_ROW * S::row_stride), at);
@@ -51,7 +45,6 @@ class OneRowTask {
       if (more) next = keys_of(f + line.stride());
       float scores[2 * S::fragments][4] = {};
       warp.score(scores, shared_address(rows), 0);
-      LAB_MARK(5);
       if (more) warp.load_keys(next, 0);
       uint32_t weights[S::fragments][2];
       warp.join(scores);
@@ -60,20 +53,16 @@ class OneRowTask {
         warp.hide(scores, 0, begin, end), warp.hide(scores, 1, begin, end);
       }
       warp.soften(scores, weights, float(V::scale) * LOG2_E);
-      LAB_MARK(6);
       warp.accumulate(weights, 0);
-      LAB_MARK(7);
       if (!more) break;
       warp.load_values(next + P::VALUES, 0);
       f += line.stride();
     }
     warp.finish();
-    LAB_MARK(8);
     float* partial = flagged<float>(c, i, 2, b) + partial_offset(b.warp, S::heads, kv_head, S::splits, split, S::group, warp.pair * 2, S::head_dim);
 #pragma unroll
     for (int q = 0; q < 2; ++q)
       if (warp.pair * 2 + q < S::group) warp.write_partial(partial + q * partial_columns(S::head_dim), q);
-    LAB_MARK(11);
     if (newest) append(keys);
   }
 
@@ -134,7 +123,6 @@ class OneRowTask {
         }
       }
     }
-    LAB_MARK(3);
     b.arrived();
     queries.settle_rope(b, rope, quad);
     keys.cosine = queries.cosine, keys.sine = queries.sine;
