@@ -1,6 +1,6 @@
-"""Time of attention and sampling alone on a GPU: `python benchmarks/cuda_kinds.py` prints one JSON line a measurement.
+"""Time of attention alone on a GPU: `python benchmarks/cuda_kinds.py` prints one JSON line a measurement.
 
-Each operator runs on all SMs, 200 times, with a barrier between repetitions; reported are microseconds from the barrier to the last
+It runs on all SMs, 200 times, with a barrier between repetitions; reported are microseconds from the barrier to the last
 SM's end: median over repetitions of the slowest and of the mean block. Repetitions go through layers of a cache larger than the L2.
 """
 
@@ -14,11 +14,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from mpk.codegen import layout
 from mpk.codegen.layout import KV_PAGE_TOKENS
 from mpk.passes.split_attention import choose_splits
 from mpk.tasks.rotary_attention.sharing import LEAST_BLOCKS, STATISTICS
-from mpk.tasks.sample_part.sharing import PART_COLUMNS, slices
 from tests.support.cuda_kinds import Machine, put_step, spread
 
 SMS, REPEATS, MAX_ROWS = 132, 200, 16
@@ -51,42 +49,12 @@ def attention(model: str, batch: int, context: int) -> None:
     report("rotary_attention", times, **about, floor_us=round(floor, 2))
 
 
-def sampling(vocab: int, batch: int, label: str, **options: float) -> None:
-    parts, size = slices(vocab, SMS)
-    m = Machine(max_batch=batch, max_context=4096)
-    put_step(m, [(slot, 2000, 1) for slot in range(batch)], np.zeros(batch, np.int32), np.arange(batch, dtype=np.int32), batch)
-    sequences = np.zeros(batch, layout.dtype("Sequence"))
-    sequences["repetition_penalty"] = sequences["top_p"] = 1
-    sequences["top_logprobs"], sequences["length"], sequences["prompt_length"] = -1, 2001, 1000
-    for name, value in options.items():
-        sequences[name] = value
-    logits = (np.random.default_rng(1).standard_normal((batch, vocab)) * 3).astype(np.float32)
-    m.put("sequences", sequences)
-    m.put("tokens", np.random.default_rng(2).integers(0, vocab, (batch, 4096)).astype(np.int32))
-    for name, columns, kind in (("chosen_logprob", 1, np.float32), ("top_logprob", layout.MAX_TOP_LOGPROBS, np.float32), ("top_token", layout.MAX_TOP_LOGPROBS, np.int32)):
-        m.put(name, np.zeros((batch, 4096, columns), kind))
-    m.buffers(logits=logits, choice=np.zeros(batch, np.int32), parts=np.zeros((batch, parts * PART_COLUMNS), np.float32), values=np.zeros_like(logits))
-    constants = {"vocab": vocab, "parts": parts, "slice": size}
-    about = {"vocab": vocab, "batch": batch, "options": label}
-    report("sample_part", m.run("sample_part", constants, ("logits", "parts", "values"), spread(parts, SMS), REPEATS), **about)
-    report("sample", m.run("sample", constants, ("logits", "choice", "parts", "values"), spread(batch, SMS), REPEATS), **about)
-
-
 def main() -> None:
     for model in MODELS:
         for context in (32, 512, 4096, 32768):
             attention(model, 1, context)
     for batch, context in ((4, 512), (16, 512), (16, 4096)):
         attention("llama-3.1-8b", batch, context)
-    for vocab in (49152, 128256, 151936):
-        sampling(vocab, 1, "greedy")
-        sampling(vocab, 1, "temperature", temperature=0.8)
-    sampling(151936, 16, "temperature", temperature=0.8)
-    sampling(151936, 1, "top_k 40", temperature=0.8, top_k=40)
-    sampling(151936, 1, "top_p 0.9", temperature=0.8, top_p=0.9)
-    sampling(151936, 1, "min_p 0.05", temperature=0.8, min_p=0.05)
-    sampling(151936, 1, "top_k 40, top_p 0.9, repetition 1.1", temperature=0.8, top_k=40, top_p=0.9, repetition_penalty=1.1)
-    sampling(151936, 1, "greedy, 20 log-probabilities", top_logprobs=20)
 
 
 if __name__ == "__main__":

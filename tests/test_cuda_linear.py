@@ -68,7 +68,7 @@ def fragments(rows: np.ndarray, columns: int) -> np.ndarray:
 class Product:
     """One case and step with random memory."""
 
-    def __init__(self, case: Case, segments: Segments) -> None:
+    def __init__(self, case: Case, segments: Segments, embeds: bool = False) -> None:
         self.case, self.op, self.step = case, case.op, step_view(segments, 33)
         self.segments, self.rows = segments, len(self.step.tokens)
         self.n, self.k, self.wide = int(self.op.attrs["n"]), int(self.op.attrs["k"]), bool(self.op.attrs["gather_logit_rows"])
@@ -76,6 +76,9 @@ class Product:
         self.weights = RandomWeights(case, "bf16")
         rng = np.random.default_rng(5)
         self.x = round_to(rng.standard_normal((self.rows, self.k), dtype=np.float32), "bf16")
+        self.embeddings = round_to(rng.standard_normal((33, self.k), dtype=np.float32), "bf16") if embeds else np.zeros((0, self.k), np.float32)
+        if embeds:
+            self.x = self.embeddings[self.step.tokens]
         self.residual = round_to(rng.standard_normal((self.rows, self.n), dtype=np.float32), "bf16")
 
     def reference(self) -> np.ndarray:
@@ -102,13 +105,15 @@ class Product:
                 begin += 1
         m = Machine(emulated=True, max_batch=4)
         put_step(m, self.segments, self.step.tokens, self.step.logit_rows, self.rows)
-        m.put("weights", ring)
+        embeddings = np.zeros(-(-self.embeddings.size // 8) * 8, np.uint16)
+        embeddings[: self.embeddings.size] = to_bf16(self.embeddings).reshape(-1)
+        m.put("weights", np.concatenate([embeddings, ring.reshape(-1)]))
         m.put("params", np.append(kind.params(self.op, self.case.graph, self.weights), np.zeros(16, np.float32)))
         out = np.full((self.out_rows, self.n), 7, np.float32 if self.wide else np.uint16)
         m.buffers(("input", "residual") if self.wide else ("input", "output", "residual"), previous_rows, input=to_bf16(self.x), output=out,
                   residual=to_bf16(self.residual))
         m.launch["opcode"] = WHOLE.index(self.case)
-        m.run_library(library(), kind.operands, ranges, [first * shape.count * SLOT for first, _ in ranges])
+        m.run_library(library(), kind.operands, ranges, [first * shape.count * SLOT for first, _ in ranges], embeddings.nbytes)
         assert self.wide or m.is_cleared("output")
         return m.get("output") if self.wide else from_bf16(m.get("output"))
 
@@ -123,6 +128,13 @@ def test_products_of_any_number_of_rows_are_those_of_the_reference(case: Case) -
         assert np.array_equal(whole, parts), f"{segments}: bits depend on the distribution of tiles"
         distance = np.linalg.norm(whole - expected) / np.linalg.norm(expected)
         assert distance < 6e-3, f"{segments}: {distance}"
+
+
+@pytest.mark.parametrize("case", [c for c in WHOLE if "norm" in c.op.weights and not c.op.attrs["gather_logit_rows"]][:2], ids=lambda c: c.label)
+def test_an_input_of_embeddings_is_gathered(case: Case) -> None:
+    for segments in STEPS:
+        run = Product(case, segments, embeds=True)
+        assert np.linalg.norm(run.execute(2, 1) - run.reference()) < 6e-3 * np.linalg.norm(run.reference())
 
 
 def test_fragments_are_what_lanes_multiply() -> None:

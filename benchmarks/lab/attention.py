@@ -115,9 +115,9 @@ def measure(device: Device, shape: str, segments: list[tuple[int, int]], least: 
     hop = np.median(hops[1:, 5].max(1) - hops[:-1, 0].max(1)) / 1e3
     t = runs[False]
     begin = t[:-1, 0].max(1)
-    last = [np.median((t[:-1, what].max(1) - begin)) / 1e3 for what in (1, 2, 3, 4)] + [np.median(t[1:, 5].max(1) - begin) / 1e3]
+    last = [np.median(t[:-1, what].max(1) - begin) / 1e3 for what in (1, 2, 3, 4)] + [np.median(t[1:, 5].max(1) - begin) / 1e3]
     own = [np.median([np.median((row[end] - row[first])[row[first] > 0]) for row in t[:-1]]) / 1e3 for first, end in ((1, 2), (3, 4))]
-    heads, kv_heads, head_dim, _ = SHAPES[shape]
+    _, kv_heads, head_dim, _ = SHAPES[shape]
     bytes_ = sum(p + r for p, r in segments) * kv_heads * head_dim * 4
     print(json.dumps({"shape": shape, "step": label, "least": least, "junk": junk, "flight": flight, "hop": round(float(hop), 2), "path": round(float(last[4] - hop), 2),
                       "queries": round(float(last[0]), 2), "partials": round(float(last[1]), 2), "merging": round(float(last[2]), 2), "attn": round(float(last[3]), 2),

@@ -25,9 +25,10 @@ def run(graph: TensorGraph) -> TensorGraph:
         if op is embed:
             continue
         if held and op.kind == "linear" and op.inputs[0] == embed.outputs[0] and not op.attrs["gather_logit_rows"] and len(op.inputs) == 1:
-            op = replace(op, inputs=embed.inputs, weights={**op.weights, "embedding": embed.weights["weight"]})
-            place = len(operators) + 1
+            operators.append(replace(op, inputs=embed.inputs, weights={**op.weights, "embedding": embed.weights["weight"]}))
+            place = len(operators)
+        else:
+            operators.append(op)
         held = held and embed.outputs[0] not in op.outputs
-        operators.append(op)
     operators.insert(place, embed)
     return graph.with_operators(operators).check() if place else graph

@@ -9,7 +9,18 @@ from mpk import settings
 from mpk.errors import RequestError
 from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.graph.tensor_graph import TensorGraph
-from mpk.passes import dependencies, event_fusion, fuse, gather_embedding, memory, partition, schedule, split_attention, split_sampling, verify
+from mpk.passes import (
+    dependencies,
+    event_fusion,
+    fuse,
+    gather_embedding,
+    memory,
+    partition,
+    schedule,
+    split_attention,
+    split_sampling,
+    verify,
+)
 from mpk.passes.partition import Options
 from mpk.targets.hardware import Target
 

@@ -145,17 +145,20 @@ class Machine:
         """Run tiles ranges[b] on block b; returns nanoseconds [repeats, blocks] of the body on each block."""
         return self._launch(_function(kind, tuple(constants.items())), operands, list(ranges), repeats, layers)
 
-    def run_library(self, library: Any, operands: Sequence[str], ranges: Sequence[tuple[int, int]], weights: Sequence[int]) -> None:
-        """Run tiles ranges[b] on block b of an emulated kernel, whose weights begin at byte weights[b]."""
-        self._launch(library, operands, ranges, 1, 1, weights)
+    def run_library(self, library: Any, operands: Sequence[str], ranges: Sequence[tuple[int, int]], weights: Sequence[int], gathered: int = 0) -> None:
+        """Run tiles ranges[b] on block b of an emulated kernel, whose weights begin at byte weights[b] behind `gathered` bytes of a matrix whose rows
+        are the input (0: there is none)."""
+        self._launch(library, operands, ranges, 1, 1, weights, gathered)
 
     def _launch(self, function: Any, operands: Sequence[str], ranges: Sequence[tuple[int, int]], repeats: int, layers: int,
-                weights: Sequence[int] = ()) -> np.ndarray:
+                weights: Sequence[int] = (), gathered: int = 0) -> np.ndarray:
         instructions = np.zeros(len(ranges), layout.dtype("Instruction"))
         instructions["operand"] = -1
         for slot, name in enumerate(operands):
             instructions["operand"][:, slot] = self.offsets.get(name, -1)
-        if weights:
+        if gathered:
+            instructions["iargs"] = [(1, gathered + begin) for begin in weights]
+        elif weights:
             instructions["weights"] = weights
         instructions["tile_begin"], instructions["tile_end"] = [r[0] for r in ranges], [r[1] for r in ranges]
         own = {n: self.device.allocate(size) for n, size in (("instructions", instructions.nbytes), ("times", 8 * repeats * len(ranges)), ("arrivals", 8))}

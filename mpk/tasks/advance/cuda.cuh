@@ -127,7 +127,9 @@ __device__ void run(const Context& c, const Instruction& i, Block& b) {
     }
     b.sync();
   }
-  if (drawn == 0) b.wait_last();  // that the step is over: the logits have not been touched
+  // Tasks of the head and `sample` are over, as their messages say, but where nothing has been chosen from logits (all of them are kept).
+  if (drawn == 0 && kept != 0) wait_inputs(b);
+  if (drawn == 0 && kept == 0) b.wait_last();
   b.sync();
   if (b.warp == 0 && !b.stopping()) {
     fence_release();  // what this block wrote, and what it has acquired from all others

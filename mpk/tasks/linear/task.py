@@ -27,7 +27,7 @@ PANEL_GROUP = 8  # kPanelGroup of matmul.hpp: panels multiplied at a time, whose
 
 class Linear(TaskKind):
     name = "linear"
-    operands = ("input", "output", "residual")
+    operands: tuple[str, ...] = ("input", "output", "residual")
     cuda_form = "stages"
     overlaps = True
 

@@ -10,6 +10,7 @@ Where the CUDA back end can, a step of one row is shared among single warps inst
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 TILE_QUERIES = 8
 LEAST_BLOCKS = 4
@@ -34,7 +35,7 @@ def shares(segments: Sequence[tuple[int, int]], group: int, window: int, block: 
     out = []
     for end, first, count, tiles, before in lines:
         cuts = [min(max(-(-(s * base + min(s, extra) - before) // tiles), 0), count) for s in range(splits + 1)]
-        out.append([((first + a) * block, min((first + b) * block, end)) if a < b else (0, 0) for a, b in zip(cuts, cuts[1:], strict=False)])
+        out.append([((first + a) * block, min((first + b) * block, end)) if a < b else (0, 0) for a, b in pairwise(cuts)])
     return out
 
 
