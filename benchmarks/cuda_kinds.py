@@ -42,7 +42,8 @@ def attention(model: str, batch: int, context: int) -> None:
     m.put("params", np.ones(2 * head_dim, np.float32))
     m.buffers(("qkv", "rope", "out"), batch, qkv=np.full((batch, (heads + 2 * kv_heads) * head_dim), 0x3C00, np.uint16), rope=np.ones((batch, head_dim), np.float32),
               out=np.zeros((MAX_ROWS, heads * splits * (head_dim + STATISTICS)), np.float32))
-    constants = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "window": 0, "splits": splits, "least": LEAST_BLOCKS, "scale": head_dim**-0.5, "eps": 1e-6, "q_norm": "qwen3" in model, "k_norm": "qwen3" in model}
+    constants = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "window": 0, "splits": splits, "least": LEAST_BLOCKS,
+                 "scale": head_dim**-0.5, "eps": 1e-6, "q_norm": "qwen3" in model, "k_norm": "qwen3" in model}
     floor = batch * context * kv_heads * head_dim * 4 / 4.7e6
     about = {"model": model, "batch": batch, "context": context}
     times = m.run("rotary_attention", constants, ("qkv", "rope", "out"), spread(kv_heads * splits, SMS), REPEATS, layers)

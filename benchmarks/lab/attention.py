@@ -44,7 +44,7 @@ def program(shape: str, least: int, junk: int, folder: Path | None) -> bytes:
     made = nvrtc.compile_cubin(source, cuda_source.headers(["rotary_attention", "attention_combine"]), "sm_90a", cuda_source.OPTIONS)
     print(shape, least, junk, made.resources, flush=True)
     if path is not None:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(made.image)
     return made.image
 
@@ -100,7 +100,8 @@ class Lab:
         self.memory["arena"].fill(0xFF)
         for copy in (0, 1):
             self.memory["arena"].upload(self.rope, copy * self.stride + int(self.lab["rope"][0]))
-        self.memory["arrivals"].fill(0), self.memory["times"].fill(0)
+        for name in ("arrivals", "times"):
+            self.memory[name].fill(0)
         self.lab["flight"], self.lab["hop_only"] = flight, hop_only
         function = self.device.function(self.device.load(image), "run_lab", SHARED)
         self.device.launch(function, SMS, 384, SHARED, self.lab)
