@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--target", default="h200")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
     parser.add_argument("--limit-s", type=float, default=3600.0, help="record: start nothing new after so many seconds")
-    parser.add_argument("--hold-out", nargs="*", default=["Qwen3-1.7B"], help="fit: shapes that are predicted, not fitted")
+    parser.add_argument("--hold-out", nargs="*", default=["Qwen3-1.7B", "Qwen3-8B"], help="fit: shapes that are predicted, not fitted (nor are untraced settings)")
     parser.add_argument("--rounds", type=int, default=4, help="fit: steps of the least-squares solver")
     options = parser.parse_args()
     if options.what == "record":

@@ -27,8 +27,8 @@ from mpk.simulate.report import operator_name
 from mpk.simulate.work import Step
 from mpk.targets import hardware
 
-STEP_WEIGHT, RUN_WEIGHT, WAIT_WEIGHT, PULL = 10.0, 2.0, 0.5, 0.02
-WORKER_FIELDS = ("event_us", "fence_us", "fence_drains", "step_us", "queue_share", "latency_us", "window_kb", "memory_share")
+STEP_WEIGHT, RUN_WEIGHT, WAIT_WEIGHT, PULL = 10.0, 2.5, 0.5, 0.02
+WORKER_FIELDS = ("event_us", "flag_us", "fence_us", "fence_drains", "step_us", "queue_share", "latency_us", "load_gb_s", "memory_share")
 STREAMED_FIELDS = ("start", "start_kb", "stage", "level", "group", "end")  # of a kind whose weights go through the ring
 FEW_LAYERS = 2
 LEAST = 1e-3  # of a parameter, so that steps in proportion to it can leave zero
@@ -207,9 +207,9 @@ def fit(start: Costs, given: Sequence[Case], rounds: int, say: Callable[[str], N
 
 
 def fit_file(measurements: Sequence[Measurement], target: str, hold_out: Sequence[str], rounds: int, say: Callable[[str], None]) -> Costs:
-    """Fit the costs that `target` uses to the measurements whose model is not held out, and write their file."""
+    """Fit the costs that `target` uses to the measurements that are not held out, and write their file."""
     name = str(hardware.description(target)["simulation"]["costs"])
-    fitted = [m for m in measurements if m.model not in hold_out]
+    fitted = [m for m in measurements if is_fitted(m, hold_out)]
     found = fit(load_costs(name), cases(fitted), rounds, say)
     devices, commits = sorted({m.device for m in fitted}), sorted({m.commit for m in fitted})
     models = ", ".join(sorted({m.model for m in fitted}))
@@ -220,6 +220,11 @@ def fit_file(measurements: Sequence[Measurement], target: str, hold_out: Sequenc
     return found
 
 
+def is_fitted(m: Measurement, hold_out: Sequence[str]) -> bool:
+    """Whether a measurement is used for fitting: traced ones, and those that vary the bytes in flight, of shapes that are not held out."""
+    return m.model not in hold_out and bool(m.operators or m.flight)
+
+
 def errors(measurements: Sequence[Measurement], target: str, hold_out: Sequence[str]) -> list[str]:
     """A line a measurement, predicted with the costs as they are, and the mean and largest error of those fitted and held out."""
     lines: list[str] = []
@@ -228,7 +233,7 @@ def errors(measurements: Sequence[Measurement], target: str, hold_out: Sequence[
         m = case.measured
         predicted = case.predict()[0]
         error = predicted / m.step_us - 1
-        group = "held out" if m.model in hold_out else "fitted"
+        group = "fitted" if is_fitted(m, hold_out) else "held out"
         by_group[group].append(abs(error))
         flight = f" flight {m.flight[0] // 1024}/{m.flight[1] // 1024} KB" if m.flight else ""
         lines.append(f"{m.model:14} batch {m.batch:2} context {m.context:5}{flight:20} measured {m.step_us:9.1f} us, predicted {predicted:9.1f}, "

@@ -40,7 +40,7 @@ struct Task {
 };
 
 struct Machine {
-  double memory_ps_per_byte, port_ps_per_byte, link_ps_per_byte, queue_share, fence_drains;
+  double memory_ps_per_byte, port_ps_per_byte, load_ps_per_byte, link_ps_per_byte, queue_share, fence_drains;
   Time memory_latency, issue, event, flag, poll, fence, step, link_latency;
   int32_t workers, events, waits, tasks, steps, step_event;
   int32_t ring_stages, flight, idle_flight, window, pipelining, unused;
@@ -271,7 +271,7 @@ class Simulator {
         return;
       }
       k.chunk_last = std::max(k.chunk_last, request(w, t, task.chunk_bytes));
-      k.port_free = t + Time(task.chunk_bytes * m_.port_ps_per_byte + 0.5);
+      k.port_free = t + Time(task.chunk_bytes * m_.load_ps_per_byte + 0.5);
       push(k.chunk_last, kChunkArrives, w);
       Record& r = record(k);
       if (k.chunks_issued++ == 0) r.load_begun = t;

@@ -87,7 +87,7 @@ def choices(config: DecoderConfig, target: Target, base: Options) -> Iterator[li
 
 
 def search(config: DecoderConfig, target: Target, start: Options, setting: Setting, *, lower_with: Lower = lower,
-           say: Callable[[Candidate], None] = lambda c: None) -> list[Candidate]:
+           say: Callable[[Candidate], None] = lambda c: None, rounds: int = ROUNDS) -> list[Candidate]:
     """Candidates for the whole model, best first, the default among them; only those that the verifier lets pass.
 
     Raises `GraphError` if not even the default passes. `say` is called with every candidate of the search.
@@ -97,7 +97,7 @@ def search(config: DecoderConfig, target: Target, start: Options, setting: Setti
     if best.latency_us is None:
         raise GraphError("the default schedule", actual=best.refusal)
     kept = [best]
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         before = best
         for values in choices(config, target, best.options):
             for name, change in values:
