@@ -12,7 +12,8 @@ import pytest
 from mpk.errors import RequestError, TargetError
 from mpk.simulate import calibrate, measurement
 from mpk.simulate.machine import COSTS, load_costs, machine, save_costs
-from mpk.simulate.measurement import Measurement, OperatorTimes
+from mpk.simulate.measurement import Measurement, OperatorTimes, operator_times
+from mpk.simulate.simulator import simulate
 from mpk.targets import hardware
 from tests.support.command import refused, run_json
 
@@ -105,6 +106,17 @@ def test_a_fit_finds_costs_that_explain_what_was_measured(model: str) -> None:
     after = [abs(c.predict(fitted)[0] / c.measured.step_us - 1) for c in given]
     assert min(before) > 0.1 and max(after) < 0.02
     assert fitted.worker.event_us == pytest.approx(true.worker.event_us, rel=0.25)
+
+
+def test_the_times_of_operators_are_read_from_a_timeline(model: str) -> None:
+    [case] = calibrate.cases([Measurement(model, "h200", 1, 512, 1.0, max_batch=1)])
+    s = simulate(case.graphs[-1], context=512)
+    found = operator_times(s.timeline)
+    places = [i for i, t in enumerate(s.program.ids) if case.names[t] == "gate_up"]
+    assert found["gate_up"].tasks == len(places)
+    ran = (s.records["published"] - s.records["ready"] - s.records["starved"])[1:, places]
+    assert found["gate_up"].run_us == pytest.approx(ran.mean() / 1e6, abs=0.01)
+    assert found["gate_up"].run_quantiles[0] <= found["gate_up"].run_us <= found["gate_up"].run_quantiles[2]
 
 
 def test_measurements_survive_their_file(tmp_path: Path) -> None:

@@ -207,9 +207,9 @@ def fit(start: Costs, given: Sequence[Case], rounds: int, say: Callable[[str], N
 
 
 def fit_file(measurements: Sequence[Measurement], target: str, hold_out: Sequence[str], rounds: int, say: Callable[[str], None]) -> Costs:
-    """Fit the costs that `target` uses to the measurements that are not held out, and write their file."""
+    """Fit the costs that `target` uses to the measurements whose model is not held out, and write their file."""
     name = str(hardware.description(target)["simulation"]["costs"])
-    fitted = [m for m in measurements if is_fitted(m, hold_out)]
+    fitted = [m for m in measurements if m.model not in hold_out]
     found = fit(load_costs(name), cases(fitted), rounds, say)
     devices, commits = sorted({m.device for m in fitted}), sorted({m.commit for m in fitted})
     models = ", ".join(sorted({m.model for m in fitted}))
@@ -220,11 +220,6 @@ def fit_file(measurements: Sequence[Measurement], target: str, hold_out: Sequenc
     return found
 
 
-def is_fitted(m: Measurement, hold_out: Sequence[str]) -> bool:
-    """Whether a measurement is used for fitting: traced ones, and those that vary the bytes in flight, of shapes that are not held out."""
-    return m.model not in hold_out and bool(m.operators or m.flight)
-
-
 def errors(measurements: Sequence[Measurement], target: str, hold_out: Sequence[str]) -> list[str]:
     """A line a measurement, predicted with the costs as they are, and the mean and largest error of those fitted and held out."""
     lines: list[str] = []
@@ -233,7 +228,7 @@ def errors(measurements: Sequence[Measurement], target: str, hold_out: Sequence[
         m = case.measured
         predicted = case.predict()[0]
         error = predicted / m.step_us - 1
-        group = "fitted" if is_fitted(m, hold_out) else "held out"
+        group = "held out" if m.model in hold_out else "fitted"
         by_group[group].append(abs(error))
         flight = f" flight {m.flight[0] // 1024}/{m.flight[1] // 1024} KB" if m.flight else ""
         lines.append(f"{m.model:14} batch {m.batch:2} context {m.context:5}{flight:20} measured {m.step_us:9.1f} us, predicted {predicted:9.1f}, "
