@@ -59,7 +59,8 @@ class WorkerCost:
     memory without queueing. `issue_us`, `port_gb_s`: the loader asks for a stage every issue_us + bytes / port_gb_s;
     `load_gb_s`: a consumer asks for what it loads itself at this rate (0: at the loader's). `queue_share`: part
     of the queue for device memory in which an activation stands too. `memory_share`: of the target's bandwidth that a program reaches. `window_kb`: most that a consumer has on its way itself.
-    `shares`: quantiles over workers of how long they stand in the queue, mean 1.
+    `shares`: quantiles over workers of how long they stand in the queue, mean 1; `spread`: each single request up to this part longer or
+    shorter.
     """
 
     event_us: float
@@ -75,6 +76,7 @@ class WorkerCost:
     queue_share: float = 0.0
     memory_share: float = 1.0
     window_kb: float = 64.0
+    spread: float = 0.0
     shares: tuple[float, ...] = (1.0,)
 
 
