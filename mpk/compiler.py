@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpk import settings
 from mpk.codegen import graph_cache
+from mpk.codegen.layout import MAX_RANKS
 from mpk.errors import GraphError, RequestError, TargetError
 from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.models import registry
@@ -14,7 +15,6 @@ from mpk.passes import pipeline
 from mpk.passes.partition import Options
 from mpk.runtime.arguments import require_whole
 from mpk.targets import hardware
-from mpk.tasks.messages import MAX_RANKS
 
 if TYPE_CHECKING:
     from mpk.runtime.engine import Engine

@@ -148,10 +148,10 @@ def test_trace_writes_pictures_of_every_operator_and_sums_them_up(tmp_path: Path
     assert sum(name == "l5.down" and arguments["first tile"] == 0 for _, name, _, _, _, arguments in slices) == 2
     report = json.loads(done.stdout)
     times = report["per_operator"]
-    assert times["gate_up"]["run_us"] > 0 and times["gate_up"]["bytes"] == 30 * 2 * 1536 * 576 * 2
+    assert times["gate_up"]["task_us"] > 0 and times["gate_up"]["bytes"] == 30 * 2 * 1536 * 576 * 2
     assert times["gate_up"]["gb_s"] == pytest.approx(times["gate_up"]["bytes"] / times["gate_up"]["active_us"] / 1e3, rel=0.01)
-    assert all(row["run_us"] <= row["active_us"] + 0.02 for row in times.values())
-    assert report["utilisation"] + sum(report["idle"].values()) == pytest.approx(1.0, abs=1e-3)
+    assert all(row["task_us"] <= row["active_us"] + 0.02 for row in times.values())
+    assert report["in_tasks"] + sum(report["idle"].values()) == pytest.approx(1.0, abs=1e-3)
     assert "SmolLM2" in page.read_text() or "smollm2" in page.read_text()
 
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 
@@ -30,7 +31,7 @@ def conflicts_on_plain_memory(a: Task, b: Task, graph: SMTaskGraph) -> bool:
 def seen(graph: SMTaskGraph) -> dict[int, set[int]]:
     """Task -> earlier tasks whose writes it surely sees: through queues and counters, by walking them."""
     out: dict[int, set[int]] = {}
-    previous = {b: a for queue in graph.queues for a, b in zip(queue, queue[1:], strict=False)}
+    previous = {b: a for queue in graph.queues for a, b in pairwise(queue)}
     for task in graph.tasks:  # an order that queues and events respect
         direct = {p for e in task.waits if e and not graph.events[e].carried for p in graph.events[e].producers}
         direct |= {previous[task.id]} if task.id in previous else set()

@@ -62,27 +62,20 @@ class CudaProgramBuilder(ProgramBuilder):
         tables = self.tables()
         records = np.zeros(len(tables.instructions), layout.dtype("Record"))
         records["instruction"] = tables.instructions
-        waits: list[np.ndarray] = []
-        at = 0
-        for record in records:
-            instruction = record["instruction"]
-            begin, count = int(instruction["wait_begin"]), int(instruction["wait_count"])
-            mine = tables.waits[begin : begin + count]
-            mine = mine[mine["event"] != STEP_EVENT]  # every block waits for it before the step's first instruction
-            instruction["wait_begin"], instruction["wait_count"] = at, len(mine)
-            at += len(mine)
-            waits.append(mine)
-            inline = min(len(mine), layout.INLINE_EVENTS)
-            record["waits"][:inline] = mine[:inline]
-            begin, count = int(instruction["signal_begin"]), int(instruction["signal_count"])
-            inline = min(count, layout.INLINE_EVENTS)
-            record["signals"][:inline] = tables.signals[begin : begin + inline]
+        for name, table in (("wait", tables.waits), ("signal", tables.signals)):
+            begin, count = tables.instructions[f"{name}_begin"], tables.instructions[f"{name}_count"]
+            for place in range(layout.INLINE_EVENTS):
+                has = count > place
+                records[f"{name}s"][has, place] = table[begin[has] + place]
         for queue, first in zip(self.graph.queues, tables.stream_begin, strict=False):
             for place, task in enumerate(queue):
                 records["apart"][first + place] = place == 0 or not self._overlap(queue[place - 1], task)
         loads, load_begin = self._loads()
-        all_waits = np.concatenate(waits) if waits else tables.waits
-        return CudaTables(records, tables.stream_begin, loads, load_begin, all_waits, tables.signals, self.graph.tasks[-1].worker)
+        return CudaTables(records, tables.stream_begin, loads, load_begin, tables.waits, tables.signals, self.graph.tasks[-1].worker)
+
+    def awaited(self, task: Task) -> list[int]:
+        """All but the step event, for which every block waits before the step's first instruction."""
+        return [e for e in super().awaited(task) if e != STEP_EVENT]
 
     def _overlap(self, before: int, task: int) -> bool:
         """Whether fast warps of a block may begin `task` while slow ones finish `before`: both kinds allow it, and all that they touch waits
@@ -93,12 +86,13 @@ class CudaProgramBuilder(ProgramBuilder):
     def _loads(self) -> tuple[np.ndarray, np.ndarray]:
         rows: list[tuple[int, ...]] = []
         begin = [0]
+        bases = {op: self.matrix_offset(self.graph.tensor_graph.operators[op]) for op in self.plans}
         for queue in self.graph.queues:
             for place, t in enumerate(queue):
-                task = self.graph.tasks[t]
-                if task.op not in self.plans:
+                op = self.graph.tasks[t].op
+                if op not in self.plans:
                     continue
-                plan, base = self.plans[task.op], self.matrix_offset(self.graph.operator(task))
+                plan, base = self.plans[op], bases[op]
                 rows += [(base + r.offset, r.stride, r.count, plan.shape.bytes, place, 0) for r in plan.runs[t]]
             begin.append(len(rows))
         return np.array(rows, layout.dtype("LoadRun")), np.array(begin, np.int32)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 MAX_OPERANDS = 8
+MAX_RANKS = 8
 MAX_STOP_TOKENS = 16
 MAX_TOP_LOGPROBS = 20
 INLINE_EVENTS = 4  # waits and signals that stand beside an instruction of a CUDA block
@@ -141,6 +142,7 @@ STRUCTS: dict[str, list[Field]] = {
         ("stages", "int32_t", 1),
         ("flight_bytes", "int32_t", 1),
         ("flight_idle_bytes", "int32_t", 1),
+        ("peers", "uint64_t", MAX_RANKS),  # addresses of the peer memory of every rank
         ("pipelining", "int32_t", 1),  # 0: weights are fetched only once their instruction's events have come
         ("reserved", "int32_t", 1),
     ],

@@ -84,21 +84,28 @@ class ProgramBuilder:
     def tables(self) -> Tables:
         """Streams, waits and signals of all workers; needs queues, events, arena and offsets."""
         graph = self.graph
-        order = [t for queue in graph.queues for t in queue]
-        instructions = np.zeros(len(order), layout.dtype("Instruction"))
-        prefetch = np.zeros(len(order), layout.dtype("Prefetch"))
-        waits: list[tuple[int, int]] = []
-        signals: list[tuple[int, int]] = []
+        order = [graph.tasks[t] for queue in graph.queues for t in queue]
         places = [self._placement(op) for op in graph.tensor_graph.operators]
-        for row, t in enumerate(order):
-            task = graph.tasks[t]
-            counters, signalled = self.counters(task.waits), self.counters(task.signals)
-            self._instruction(instructions[row : row + 1], task, places[task.op], (len(waits), len(counters)), (len(signals), len(signalled)))
-            prefetch[row] = self._prefetch(task, places[task.op])
-            waits += [(e, graph.events[e].threshold) for e in counters]
-            signals += [(e, 1) for e in signalled]
+        ops = np.fromiter((t.op for t in order), np.int64, len(order))
+        out = np.zeros(len(order), layout.dtype("Instruction"))
+        out["task"], out["op"] = [t.id for t in order], ops
+        out["tile_begin"], out["tile_end"] = [t.tile_begin for t in order], [t.tile_end for t in order]
+        out["opcode"] = np.array(self.opcodes)[ops]
+        out["layer"] = np.array([op.layer for op in graph.tensor_graph.operators])[ops]
+        out["weights"], out["params"] = np.array([p.weights for p in places])[ops], np.array([p.params for p in places])[ops]
+        out["iargs"] = np.array([p.arguments for p in places])[ops]
+        out["operand"] = np.array([p.operands + [-1] * (layout.MAX_OPERANDS - len(p.operands)) for p in places])[ops]
+        waits, signals = [self.awaited(t) for t in order], [self.counters(t.signals) for t in order]
+        out["wait_begin"], out["wait_count"] = _ranges(waits)
+        out["signal_begin"], out["signal_count"] = _ranges(signals)
+        prefetch = np.array([self._prefetch(t, places[t.op]) for t in order], layout.dtype("Prefetch"))
         begin = np.cumsum([0, *(len(q) for q in graph.queues)], dtype=np.int32)
-        return Tables(instructions, begin, np.array(waits, layout.dtype("Wait")), np.array(signals, layout.dtype("Signal")), prefetch)
+        return Tables(out, begin, np.array([(e, graph.events[e].threshold) for row in waits for e in row], layout.dtype("Wait")),
+                      np.array([(e, 1) for row in signals for e in row], layout.dtype("Signal")), prefetch)
+
+    def awaited(self, task: Task) -> list[int]:
+        """Counters that the task's instruction waits for."""
+        return self.counters(task.waits)
 
     def counters(self, events: Sequence[int]) -> list[int]:
         """Those of `events` that are counters; the others stand for data that is its own flag."""
@@ -121,21 +128,17 @@ class ProgramBuilder:
         return _Placement(self.matrix_offset(op) if packed else -1, graph.param_offsets.get(op.name, -1), operands,
                           packed // tiles if streamed else 0, kind.arguments(op))
 
-    def _instruction(self, out: np.ndarray, task: Task, place: _Placement, waits: tuple[int, int], signals: tuple[int, int]) -> None:
-        out["opcode"], out["task"], out["op"] = self.opcodes[task.op], task.id, task.op
-        out["layer"] = self.graph.operator(task).layer
-        out["tile_begin"], out["tile_end"] = task.tile_begin, task.tile_end
-        out["wait_begin"], out["wait_count"] = waits
-        out["signal_begin"], out["signal_count"] = signals
-        out["weights"], out["params"] = place.weights, place.params
-        out["iargs"] = place.arguments
-        out["operand"] = place.operands + [-1] * (layout.MAX_OPERANDS - len(place.operands))
-
     def _prefetch(self, task: Task, place: _Placement) -> tuple[int, int]:
         if not place.tile_bytes:
             return 0, 0
         size = (task.tile_end - task.tile_begin) * place.tile_bytes
         return place.weights + task.tile_begin * place.tile_bytes, min(size, PREFETCH_BYTES)
+
+
+def _ranges(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Where each row begins when all stand one after the other, and how long it is."""
+    count = np.fromiter((len(row) for row in rows), np.int64, len(rows))
+    return np.cumsum(count) - count, count
 
 
 @dataclass(frozen=True)

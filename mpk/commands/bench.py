@@ -71,7 +71,7 @@ def command(
                                expected=f"at most {loaded.config.max_context} (the context of {loaded.name})")
     systems: dict[str, System] = {"mpk": _mpk(compiler, loaded, plans, quiet=json)}
     if against is not None:
-        systems[against] = peer_system(against, loaded.config, dtype, STEPS)
+        systems[against] = peer_system(against, loaded.config, dtype, STEPS, tp)
     for b in batches:
         for c in contexts:
             samples: dict[str, list[float]] = {name: [] for name in systems}

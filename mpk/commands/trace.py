@@ -91,14 +91,15 @@ def _check(option: str, value: int, least: int, most: int | None = None) -> None
 
 def summarise(timeline: Timeline) -> dict[str, Any]:
     """Where the time of a step went, JSON-ready: see `analysis.OperatorTime` for what each figure of an operator says."""
-    moved, source = analysis.traffic(timeline)
+    brought, _ = analysis.bytes_per_step(timeline)
     return {
-        "utilisation": round(analysis.utilisation(timeline), 4),
-        "idle": {name: round(share, 4) for name, share in analysis.shares(timeline).items() if name != PHASES[0]},
-        "gb_s": round(float(moved.sum()) / timeline.devices / max(timeline.duration_ns, 1), 2), "gb_s_of": source,
+        "in_tasks": round(analysis.in_tasks(timeline), 4),
+        "idle": {name: round(share, 4) for name, share in analysis.shares(timeline).items()
+                 if name not in [PHASES[phase] for phase in analysis.INSIDE]},
+        "gb_s": round(brought * timeline.steps / max(timeline.duration_ns, 1), 2), "gb_s_of": analysis.traffic(timeline)[1],
         "per_operator": {
-            row.name: {"kind": row.kind, "tasks": row.tasks, "run_us": round(row.run_us, 2), "wait_us": round(sum(row.wait_us.values()), 2),
-                       "waits_us": {PHASES[phase]: round(us, 2) for phase, us in row.wait_us.items()},
+            row.name: {"kind": row.kind, "tasks": row.tasks, "task_us": round(row.task_us, 2), "run_us": round(row.run_us, 2),
+                       "wait_us": round(row.before_us, 2), "waits_us": {PHASES[phase]: round(us, 2) for phase, us in row.wait_us.items()},
                        "active_us": round(row.active_us, 2), "bytes": row.bytes, "gb_s": round(row.gb_s, 2)}
             for row in analysis.per_operator(timeline)}}
 
@@ -109,12 +110,12 @@ def _print(report: dict[str, Any]) -> None:
 
     console = Console()
     files = ", ".join(str(report[key]) for key in ("trace", "html", "png") if report[key])
-    console.print(f"{report['model']} on {report['target']}: {report['ms_per_token']:.3f} ms per token, workers run {report['utilisation']:.1%} of it; in {files}")
-    table = Table("operator", "run us", "wait us", "active us", "weights GB/s", box=None)
-    for name, row in sorted(report["per_operator"].items(), key=lambda item: -item[1]["run_us"]):
-        table.add_row(name, *(f"{row[key]:.1f}" for key in ("run_us", "wait_us", "active_us", "gb_s")))
+    console.print(f"{report['model']} on {report['target']}: {report['ms_per_token']:.3f} ms per token, workers are in tasks {report['in_tasks']:.1%} of it; see {files}")
+    table = Table("operator", "in tasks us", "wait us", "active us", "weights GB/s", box=None)
+    for name, row in sorted(report["per_operator"].items(), key=lambda item: -item[1]["task_us"]):
+        table.add_row(name, *(f"{row[key]:.1f}" for key in ("task_us", "wait_us", "active_us", "gb_s")))
     console.print(table)
-    console.print("a step, all layers; run and wait: of an average worker; active: while any worker runs it")
+    console.print("a step, all layers; of an average worker; active: while any worker is in a task of it")
     if "communication" in report:
         c = report["communication"]
         console.print(f"{c['messages']} messages a step: {c['all_reduce_exposed_us']:.2f} us exposed a sum over ranks (median), {c['exposed_us_per_step']:.1f} us "

@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from mpk.codegen.layout import MAX_RANKS
 from mpk.errors import InternalError, ModelError
 from mpk.graph.tensor_graph import Operator, Scalar, Shard, TensorGraph, Value, Weight
 from mpk.models.config import DecoderConfig
-from mpk.tasks.messages import CONTROL_COLUMNS, MAX_RANKS, WORD_BYTES, two_shot_rows
+from mpk.tasks.messages import CONTROL_COLUMNS, WORD_BYTES, two_shot_rows
 from mpk.tasks.packing import PANEL
 
 INTERMEDIATE_MULTIPLE = 8  # of a rank's part, as of the whole: what vector and 16-byte accesses of products rely on

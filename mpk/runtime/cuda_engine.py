@@ -55,8 +55,8 @@ class LoadedProgram:
             self.loader.fill_random(random_seed)
 
 
-def check_device(device: Device, graph: SMTaskGraph, plan: KernelPlan, shared: int) -> None:
-    """Raise `TargetError` with the numbers for a GPU that is too old, too small or too full."""
+def check_device(device: Device, graph: SMTaskGraph, plan: KernelPlan, shared: int, peer_bytes: int = 0) -> None:
+    """Raise `TargetError` with the numbers for a GPU that is too old, too small or too full; `peer_bytes`: for messages between ranks."""
     found = device.properties()
     what = f"device {device.index} ({found.name})"
     if found.capability != plan.capability:
@@ -68,7 +68,7 @@ def check_device(device: Device, graph: SMTaskGraph, plan: KernelPlan, shared: i
     if found.shared_memory_per_block < shared:
         raise TargetError(f"{what}: shared memory of a block", expected=f"{shared} bytes", actual=str(found.shared_memory_per_block))
     free, total = device.free_memory()
-    needed = graph.weight_bytes + graph.arena_bytes
+    needed = graph.weight_bytes + graph.arena_bytes + peer_bytes
     if needed > free:
         raise TargetError(f"weights and activations of the model on {what}: {gib(needed)}", expected=f"at most {gib(free)}, what is free of {gib(total)}",
                           remedy="stop other programs on the device, or use a smaller model")
@@ -136,6 +136,7 @@ class CudaExecutor:
         self.side_stream = device.stream()
         self.mirror: PinnedArray | None = None
         self.kernel_ms = 0.0
+        self.stream, self.cooperative = 0, True  # where and how the kernel is launched
         self._outputs: dict[str, tuple[np.ndarray, Memory]] = {}
         self._begin, self._end = device.event(), device.event()
 
@@ -187,13 +188,23 @@ class CudaExecutor:
 
     def run(self) -> int:
         """Run until no sequence has work left, and fetch what it made; returns one of `layout.RESULT`."""
+        self.launch()
+        self._watch()
+        return self.collect()
+
+    def launch(self) -> None:
+        """Start the kernel."""
+        device = self.program.device
+        device.use()
+        self._launched_ns = time.perf_counter_ns()
+        device.record(self._begin, self.stream)
+        device.launch(self.program.function, self.engine.graph.num_workers, THREADS, self.program.shared_bytes, self.argument, self.cooperative, self.stream)
+        device.record(self._end, self.stream)
+
+    def collect(self) -> int:
+        """Fetch what the kernel made, once it has ended; returns one of `layout.RESULT`."""
         device, state = self.program.device, self.state
         device.use()
-        launched = time.perf_counter_ns()
-        device.record(self._begin)
-        device.launch(self.program.function, self.engine.graph.num_workers, THREADS, self.program.shared_bytes, self.argument)
-        device.record(self._end)
-        self._watch()
         device.synchronize()
         self.kernel_ms = device.elapsed_ms(self._begin, self._end)
         for name in self.FETCHED:
@@ -208,7 +219,7 @@ class CudaExecutor:
         for array, memory in self._outputs.values():
             array[...] = memory.download(array.dtype, array.size).reshape(array.shape)
             memory.free()
-        self._shift_times(launched)
+        self._shift_times(self._launched_ns)
         result = int(self.stop.download(np.int32, 1)[0])
         if result == layout.RESULT["stalled"]:
             state.stall[0] = earliest(self.memory["stall"].download(layout.dtype("Stall"), self.engine.graph.num_workers))
@@ -277,11 +288,15 @@ def earliest(stalls: np.ndarray) -> np.void:
 
 
 def build_cuda_engine(graph: SMTaskGraph, source: WeightSource, *, progress: BuildProgress | None = None, pipelining: bool = True,
-                      random_seed: int | None = None, load: bool = True) -> CudaEngine:
+                      random_seed: int | None = None, load: bool = True) -> Engine:
     """Compile the program and bring the weights to device 0 (`load`); see `Compiler.build`. With `random_seed` matrices are random."""
     report = progress or (lambda stage, done, total: None)
     plan = hardware.load(graph.target).kernel
     assert plan is not None
+    if graph.ranks > 1:
+        from mpk.runtime.cuda_group import build_cuda_group_engine
+
+        return build_cuda_group_engine(graph, source, progress=progress, pipelining=pipelining, random_seed=random_seed, load=load)
     if load:
         check_device(Device(0), graph, plan, shared_bytes(plan))  # before a minute of compiling
     builder = CudaProgramBuilder(graph)

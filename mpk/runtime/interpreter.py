@@ -123,8 +123,9 @@ class ReferenceProgram:
     def reset(self) -> None:
         """Empty the caches."""
         shape = (self.max_batch, self.max_context)
-        self.caches = [{b.name: np.zeros((*shape, b.columns), np.float32) for b in self.graph.buffers.values() if b.kind == "cache"}
-                       for _ in self.sources]
+        self.rank_caches = [{b.name: np.zeros((*shape, b.columns), np.float32) for b in self.graph.buffers.values() if b.kind == "cache"}
+                            for _ in self.sources]
+        self.caches = self.rank_caches[0]
 
     def weight(self, name: str, rank: int = 0) -> np.ndarray:
         """A tensor of the source (a rank's part of it) as the program sees it, float32."""
@@ -137,7 +138,7 @@ class ReferenceProgram:
     def env(self, step: StepView) -> Env:
         """Memory for one step (of rank 0, with that of all ranks in `peers`); activations hold NaN, so that a read of what was not written shows."""
         envs = [Env(self._buffers(step), caches, step, partial(self.weight, rank=rank), self.graph.tensor_graph, rank)
-                for rank, caches in enumerate(self.caches)]
+                for rank, caches in enumerate(self.rank_caches)]
         for env in envs:
             env.peers = envs if len(envs) > 1 else ()
         return envs[0]

@@ -83,6 +83,7 @@ def available_cpus() -> int:
         return os.cpu_count() or 1
 
 
+@cache
 def backend_of(name: str) -> str:
     """Back end of a target; names without a description stand for machines that tests make up, which are threads."""
     return load(name).backend if (FOLDER / f"{name.lower()}.toml").is_file() else "cpp"

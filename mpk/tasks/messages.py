@@ -15,7 +15,6 @@ from collections.abc import Mapping
 
 from mpk.graph.tensor_graph import Scalar
 
-MAX_RANKS = 8
 WORD_BYTES = 8
 CONTROL_COLUMNS = 8  # columns beyond the hidden size by which rank 0 tells the others whether the host has cancelled
 

@@ -9,7 +9,9 @@ struct TestLaunch {
   uint64_t instructions;  // Instruction [blocks]
   uint64_t times;         // int64 [repeats][blocks] nanoseconds, or 0
   uint64_t arrivals;      // uint64, zeroed: the barrier between repetitions
-  int32_t max_batch, max_rows, max_context, max_pages, num_pages, opcode, repeats, layers, previous_rows;
+  uint64_t peers;         // uint64 [ranks]: addresses of peer memory
+  int32_t max_batch, max_rows, max_context, max_pages, num_pages, opcode, repeats, layers, previous_rows, rank;
+  uint32_t flag_base;
 };
 
 template <class T>
@@ -26,6 +28,7 @@ __device__ mpk::Context context_of(const TestLaunch& t) {
   c.logits_out = at<float>(t.logits_out), c.logits_out_positions = t.logits_out_positions, c.flagged_stride = t.flagged_stride;
   c.token_ns = at<int64_t>(t.token_ns), c.cancel = at<int32_t>(t.cancel);
   c.max_batch = t.max_batch, c.max_rows = t.max_rows, c.max_context = t.max_context, c.max_pages = t.max_pages, c.num_pages = t.num_pages;
+  c.peers = at<const uint64_t>(t.peers), c.rank = t.rank, c.flag_base = t.flag_base;
   return c;
 }
 

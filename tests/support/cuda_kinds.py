@@ -26,9 +26,9 @@ ARCHITECTURE = "sm_90a"
 THREADS, SCRATCH_BYTES = 256, 64 * 1024  # of block.cuh
 POINTERS = ("weights", "params", "arena", "kv", "step", "segments", "row_token", "row_slot", "row_position", "logit_row", "sequences", "tokens",
             "page_table", "free_pages", "free_page_count", "chosen_logprob", "top_logprob", "top_token", "logits_out", "token_ns", "cancel")
-SIZES = ("max_batch", "max_rows", "max_context", "max_pages", "num_pages", "opcode", "repeats", "layers", "previous_rows")
+SIZES = ("max_batch", "max_rows", "max_context", "max_pages", "num_pages", "opcode", "repeats", "layers", "previous_rows", "rank")
 LAUNCH = np.dtype([*((n, "<u8") for n in POINTERS), ("logits_out_positions", "<i8"), ("flagged_stride", "<i8"), ("instructions", "<u8"), ("times", "<u8"),
-                   ("arrivals", "<u8"), *((n, "<i4") for n in SIZES)], align=True)
+                   ("arrivals", "<u8"), ("peers", "<u8"), *((n, "<i4") for n in SIZES), ("flag_base", "<u4")], align=True)
 
 
 def source_of(kind: str, constants: Mapping[str, Scalar]) -> str:
@@ -96,12 +96,13 @@ class Machine:
         self.offsets: dict[str, int] = {}
         self.flagged: set[str] = set()
 
-    def put(self, name: str, array: np.ndarray) -> None:
-        """Upload `array` as field `name` of the context."""
+    def put(self, name: str, array: np.ndarray, field: bool = True) -> None:
+        """Upload `array` as field `name` of the context (or as none)."""
         self.arrays[name] = array
         self.memory[name] = device().allocate(array.nbytes + 256)
         self.memory[name].upload(array)
-        self.launch[name] = self.memory[name].address
+        if field:
+            self.launch[name] = self.memory[name].address
 
     def buffers(self, flagged: Collection[str] = (), previous_rows: int = 0, **buffers: np.ndarray) -> None:
         """Upload buffers into one arena; `flagged`: names of those that are. Their other copy is empty but for `previous_rows` rows."""
@@ -138,11 +139,11 @@ class Machine:
         return bool((self.memory["arena"].download(np.uint8, self.arrays[name].nbytes, self._place(name, 1)) == EMPTY).all())
 
     def run(self, kind: str, constants: Mapping[str, Scalar], operands: Sequence[str], ranges: Iterable[tuple[int, int]], repeats: int = 1,
-            layers: int = 1) -> np.ndarray:
+            layers: int = 1, iargs: tuple[int, int] = (0, 0)) -> np.ndarray:
         """Run tiles ranges[b] on block b; returns nanoseconds [repeats, blocks] of the body on each block."""
         ranges = list(ranges)
         instructions = np.zeros(len(ranges), layout.dtype("Instruction"))
-        instructions["operand"] = -1
+        instructions["operand"], instructions["iargs"] = -1, iargs
         for slot, name in enumerate(operands):
             instructions["operand"][:, slot] = self.offsets.get(name, -1)
         instructions["tile_begin"], instructions["tile_end"] = [r[0] for r in ranges], [r[1] for r in ranges]

@@ -1,4 +1,5 @@
-// Closes a step and plans the next one. Operands: choice [max_batch] int32. Variant: none.
+// Closes a step and plans the next one. Operands: choice [max_batch] int32, and where ranks share the model agreed [1] int32: whether the
+// host has cancelled. Variant: none.
 //
 // The state is a few hundred words that are read and changed one after the other, at half a microsecond each in global memory. So
 // it is copied to shared memory by all threads, changed there by one, and copied back.
@@ -34,6 +35,7 @@ __device__ void run(const Context& c, const Instruction& i, Block& b) {
   if (b.thread == 0) head.free_pages = load_int(c.free_page_count), head.cancelled = load_system(c.cancel);
   wait_inputs(b);
   copy_in(b, choice, operand<int32_t>(c, i, 0), c.max_batch * 4);
+  if (b.thread == 0 && i.operand[1] >= 0) head.cancelled = load_int(operand<int32_t>(c, i, 1));
   b.sync();
   Context own = c;
   own.step = &head.step, own.sequences = sequences, own.segments = segments, own.free_page_count = &head.free_pages;

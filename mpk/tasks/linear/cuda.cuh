@@ -2,7 +2,8 @@
 //
 // Operands: input [rows][k] bf16, output [rows][n] bf16 (float32 for gathered logits), residual [rows][n] bf16, what is added to the
 // product if V::epilogue says so (it may be the output itself); all but float32 ones are flagged. Parameters: norm [k] if V::norm, then bias
-// if V::bias (padded to whole panels; swiglu: gate, then up). Variant: n, k, eps, norm, bias, epilogue, gather_logit_rows.
+// if V::bias (padded to whole panels; swiglu: gate, then up). Variant: n, k, eps, norm, bias, epilogue, gather_logit_rows; for kSend also
+// columns, ranks, two_shot_rows, and the output is a peer buffer.
 //
 // Weights are the A operand of mma.m16n8k16, activations B. Each of the 8 warps owns a contiguous eighth of the columns; sums over
 // warps are taken in a fixed order, once a group of up to 8 tiles. Weights stand in fragment order, with columns permuted inside each 32
@@ -11,11 +12,12 @@
 // A norm's weight multiplies the input (rounded to bf16 once); its scale, one number a row, multiplies the sums.
 #pragma once
 #include "mpk/flagged.cuh"
+#include "mpk/peer.cuh"
 
 namespace mpk::linear {
 
 constexpr bool waits_inside = true;
-constexpr int kStore = 0, kResidual = 1, kSwiglu = 2;
+constexpr int kStore = 0, kResidual = 1, kSwiglu = 2, kSend = 3;
 constexpr int kTileRows = 16, kGroup = 8;
 
 constexpr int round_to(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
@@ -190,6 +192,26 @@ struct Sums {
   }
 };
 
+// Where outputs go with kSend: to all ranks, or to the one that sums the tile.
+template <class V, int EPILOGUE = int(V::epilogue)>
+struct Sender {
+  __device__ __forceinline__ Sender(const Context&, const Instruction&, const Block&, int) {}
+};
+template <class V>
+struct Sender<V, kSend> {
+  static constexpr int ranks = int(V::ranks), tiles = (int(V::n) + kTileRows - 1) / kTileRows;
+  PeerBuffer<ranks, int(V::columns)> part;
+  bool to_owner;
+  __device__ __forceinline__ Sender(const Context& c, const Instruction& i, const Block& b, int rows) : part(c, i, 1, b), to_owner(rows > int(V::two_shot_rows)) {}
+  __device__ __forceinline__ void put(int row, int column, float2 y) const {
+    if (to_owner) {
+      part.send_to(owner_of_tile(column / kTileRows, tiles, ranks), row, column, y.x, y.y);
+    } else {
+      part.send_to_all(row, column, y.x, y.y);
+    }
+  }
+};
+
 // Adds up one round of tiles, finishes and stores their outputs. Item: (tile, row, pair of columns).
 template <class V, class Input>
 struct Finish {
@@ -232,7 +254,7 @@ struct Finish {
   static __device__ __forceinline__ float gated(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
 
   static __device__ __forceinline__ void run(Block& b, const float* sums, const float* bias, void* out, const bf16* residual, int rows, int first,
-                                             int tiles, const uint32_t (&old)[kEach]) {
+                                             int tiles, const uint32_t (&old)[kEach], const Sender<V>& sender) {
     const float* squares = sums + M::kFloats;
 #pragma unroll
     for (int e = 0; e < kEach; ++e) {
@@ -255,6 +277,10 @@ struct Finish {
         }
       }
       if constexpr (V::epilogue == kSwiglu) y.x = gated(y.x, u.x), y.y = gated(y.y, u.y);
+      if constexpr (V::epilogue == kSend) {
+        sender.put(row, column, y);
+        continue;
+      }
       const int64_t place = int64_t(row) * S::n + column;
       if constexpr (V::epilogue == kResidual) {
         const uint32_t before = settled_4(b, residual + place, old[e]);
@@ -275,7 +301,7 @@ struct Finish {
 template <class V>
 __device__ __forceinline__ void clear_old(const Context& c, const Instruction& in, const Block& b) {
   using S = Shape<V>;
-  if constexpr (!FLAGGED || S::wide) return;
+  if constexpr (!FLAGGED || S::wide || V::epilogue == kSend) return;
   const int begin = in.tile_begin * S::tile_columns, end = in.tile_end * S::tile_columns < S::n ? in.tile_end * S::tile_columns : S::n;
   bf16* old = other_copy(c, flagged<bf16>(c, in, 1, b), b);
   for (int row = b.warp; row < rows_to_clear(b); row += WARPS)
@@ -362,8 +388,9 @@ __device__ __forceinline__ void product(const Context& c, const Instruction& in,
           }
         }
       }
+      const Sender<V> sender(c, in, b, rows);
       b.sync();
-      F::run(b, sums, bias, out, residual, rows, first + r * M::kRound, count - r * M::kRound, old[r]);
+      F::run(b, sums, bias, out, residual, rows, first + r * M::kRound, count - r * M::kRound, old[r], sender);
       if constexpr (M::kSets == 1) b.sync();  // before the sums are overwritten
       ++b.round;
     }

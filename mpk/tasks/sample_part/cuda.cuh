@@ -91,6 +91,7 @@ __device__ __forceinline__ void penalise(const Block& b, const float* logits, fl
 
 template <class V>
 __device__ __forceinline__ void keep_all(const Context& c, const Block& b, const float* logits, int slot, int position, int begin, int end) {
+  if (c.logits_out == nullptr) return;  // another rank hands them out
   float* to = c.logits_out + (slot * c.logits_out_positions + position) * int64_t(V::vocab);
   for (int j = begin + b.thread; j < end; j += THREADS) to[j] = load_float(logits + j);
 }

@@ -22,6 +22,7 @@ struct Block {
   void wait() {}
   void arrived() {}
   bool may_poll(uint32_t&) const { std::fprintf(stderr, "a flagged word is EMPTY that nobody will write\n"), std::abort(); }
+  bool may_poll_rank(uint32_t&, int source, uint32_t, uint32_t) const { std::fprintf(stderr, "no part of rank %d\n", source), std::abort(); }
 };
 
 }  // namespace mpk

@@ -92,10 +92,19 @@ struct Block {
     give_up(STALL_DATA);
     return false;
   }
-  // Leaves after this instruction, having waited in vain for `event`: STALL_*. Any thread.
-  __device__ __forceinline__ void give_up(int event) const {
+  // The same for a part of a message from rank `source`.
+  __device__ __forceinline__ bool may_poll_rank(uint32_t& polls, int source, uint32_t expected, uint32_t seen) const {
+    constexpr uint32_t PATIENCE = 1024;
+    if (arguments == nullptr) return true;
+    if (ring_control().stop) return false;
+    if (++polls % PATIENCE != 0 || !gives_up(*arguments, block_memory().waits, polls == PATIENCE)) return true;
+    give_up(STALL_DATA, 1 + source, expected, seen);
+    return false;
+  }
+  // Leaves after this instruction, having waited in vain for `event`: STALL_*, for the rank `peer` - 1 if that is not 0. Any thread.
+  __device__ __forceinline__ void give_up(int event, int peer = 0, int64_t expected = 0, int64_t seen = 0) const {
     BlockMemory& m = block_memory();
-    if (leave()) m.waits.stall = Stall{0, m.records[place].instruction.task, event, 0, 0, 0, step->number}, m.waits.gave_up = 1;
+    if (leave()) m.waits.stall = Stall{0, m.records[place].instruction.task, event, peer, expected, seen, step->number}, m.waits.gave_up = 1;
   }
   // Leaves at the next moment at which threads meet after an instruction, and waits for nothing until then; whether this thread is the
   // first one to say so.

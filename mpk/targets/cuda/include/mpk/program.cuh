@@ -42,6 +42,12 @@ __device__ __forceinline__ Context make_context(const Launch& l) {
   return c;
 }
 
+__device__ __forceinline__ Context make_context(const Arguments& a) {
+  Context c = make_context(a.launch);
+  c.peers = a.kernel.peers;
+  return c;
+}
+
 // Publishes what all threads of the block wrote before the last barrier.
 __device__ __forceinline__ void signal_all(const Arguments& a, const Record& r) {
   const Instruction& in = r.instruction;
@@ -158,7 +164,7 @@ __device__ __forceinline__ void end_task(const Arguments& a, const Record& recor
 template <class Dispatch>
 __device__ __forceinline__ void consume(const Arguments& a, Dispatch dispatch) {
   BlockMemory& m = block_memory();
-  const Context c = make_context(a.launch);
+  const Context c = make_context(a);
   Block b = make_block(a);
   if (b.thread == 0 && b.sm == a.kernel.planner) {
     plan_step(c);
