@@ -140,7 +140,7 @@ class Simulator {
     uint32_t& state = workers_[w].random;
     state = state * 1664525u + 1013904223u;  // the linear congruential generator of Numerical Recipes
     const double share = share_[w] * (1 + m_.spread * (double(state >> 8) / (1 << 23) - 1));
-    return t + m_.memory_latency + Time(double(memory_free_ - t) * share);
+    return t + m_.memory_latency + Time(double(memory_free_ - t) * std::max(0.0, share));
   }
   // How much later a small message arrives because it stands behind bulk copies.
   Time queueing(Time t) const { return memory_free_ > t ? Time(double(memory_free_ - t) * m_.queue_share) : 0; }
