@@ -80,6 +80,14 @@ def test_a_default_that_is_refused_is_an_error() -> None:
         tune.search(CONFIG, TARGET, replace(GIVEN, placement="fixed"), tune.Setting(), lower_with=broken)
 
 
+def test_a_gain_that_is_only_predicted_has_to_exceed_the_error_of_predictions() -> None:
+    default, other = tune.Candidate(GIVEN, (), 100.0), tune.Candidate(GIVEN, ("x",), 98.0)
+    assert tune.choose([other, default], {}) == 1
+    assert tune.choose([replace(other, latency_us=90.0), default], {}) == 0
+    assert tune.choose([other, default], {0: 97.0, 1: 99.0}) == 0
+    assert tune.choose([replace(other, latency_us=90.0), default], {0: 101.0, 1: 99.0}) == 1
+
+
 def test_what_was_kept_is_used_by_later_builds() -> None:
     loaded = LoadedModel(CONFIG, shapes.RandomWeights(CONFIG, registry.build_graph(CONFIG)), None, "two layers")
     compiler = mpk.Compiler("h200", workers=12, max_batch=1)
