@@ -1,6 +1,6 @@
-"""Time of attention and sampling alone on a GPU: `python benchmarks/cuda_kinds.py` prints one JSON line a measurement.
+"""Time of attention alone on a GPU: `python benchmarks/cuda_kinds.py` prints one JSON line a measurement.
 
-Each operator runs on all SMs, 200 times, with a barrier between repetitions; reported are microseconds from the barrier to the last
+It runs on all SMs, 200 times, with a barrier between repetitions; reported are microseconds from the barrier to the last
 SM's end: median over repetitions of the slowest and of the mean block. Repetitions go through layers of a cache larger than the L2.
 """
 
@@ -18,9 +18,10 @@ from mpk.codegen import layout
 from mpk.codegen.layout import KV_PAGE_TOKENS
 from mpk.passes.split_attention import choose_splits
 from mpk.tasks.head.sharing import MESSAGE_COLUMNS, PART_COLUMNS, slices
+from mpk.tasks.rotary_attention.sharing import LEAST_BLOCKS, STATISTICS
 from tests.support.cuda_kinds import Machine, put_step, spread
 
-SMS, REPEATS = 132, 200
+SMS, REPEATS, MAX_ROWS = 132, 200, 16
 MODELS = {"llama-3.1-8b": (32, 8, 128), "qwen3-0.6b": (16, 8, 128), "llama-3.2-1b": (32, 8, 64)}
 
 
@@ -37,20 +38,18 @@ def attention(model: str, batch: int, context: int) -> None:
     layer_bytes = pages * kv_heads * 2 * KV_PAGE_TOKENS * head_dim * 2
     layers = max(1, -(-(200 << 20) // layer_bytes))
     m = Machine(max_batch=batch, max_context=context, max_pages=pages // batch, num_pages=pages)
-    put_step(m, [(slot, context - 1, 1) for slot in range(batch)], np.zeros(batch, np.int32), np.arange(batch, dtype=np.int32), batch)
+    put_step(m, [(slot, context - 1, 1) for slot in range(batch)], np.zeros(batch, np.int32), np.arange(batch, dtype=np.int32), MAX_ROWS)
     m.put("kv", np.full(layers * layer_bytes // 2, 0x3C00, np.uint16))
     m.put("page_table", np.random.default_rng(0).permutation(pages).astype(np.int32).reshape(batch, -1))
     m.put("params", np.ones(2 * head_dim, np.float32))
-    m.buffers(("qkv", "rope", "out", "attn"), batch, qkv=np.full((batch, (heads + 2 * kv_heads) * head_dim), 0x3C00, np.uint16), rope=np.ones((batch, head_dim), np.float32),
-              out=np.zeros((batch, heads * splits * (head_dim + 2)), np.float32), attn=np.zeros((batch, heads * head_dim), np.uint16))
-    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "window": 0, "splits": splits}
-    constants = {**shape, "scale": head_dim**-0.5, "eps": 1e-6, "q_norm": "qwen3" in model, "k_norm": "qwen3" in model}
+    m.buffers(("qkv", "rope", "out"), batch, qkv=np.full((batch, (heads + 2 * kv_heads) * head_dim), 0x3C00, np.uint16), rope=np.ones((batch, head_dim), np.float32),
+              out=np.zeros((MAX_ROWS, heads * splits * (head_dim + STATISTICS)), np.float32))
+    constants = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "window": 0, "splits": splits, "least": LEAST_BLOCKS,
+                 "scale": head_dim**-0.5, "eps": 1e-6, "q_norm": "qwen3" in model, "k_norm": "qwen3" in model}
     floor = batch * context * kv_heads * head_dim * 4 / 4.7e6
     about = {"model": model, "batch": batch, "context": context}
     times = m.run("rotary_attention", constants, ("qkv", "rope", "out"), spread(kv_heads * splits, SMS), REPEATS, layers)
     report("rotary_attention", times, **about, floor_us=round(floor, 2))
-    times = m.run("attention_combine", {n: shape[n] for n in ("heads", "kv_heads", "head_dim", "splits", "window")}, ("out", "attn"), spread(heads, SMS), REPEATS)
-    report("attention_combine", times, **about)
 
 
 def sampling(vocab: int, batch: int, label: str, **options: float) -> None:
@@ -88,15 +87,6 @@ def main() -> None:
             attention(model, 1, context)
     for batch, context in ((4, 512), (16, 512), (16, 4096)):
         attention("llama-3.1-8b", batch, context)
-    for vocab in (49152, 128256, 151936):
-        sampling(vocab, 1, "greedy")
-        sampling(vocab, 1, "temperature", temperature=0.8)
-    sampling(151936, 16, "temperature", temperature=0.8)
-    sampling(151936, 1, "top_k 40", temperature=0.8, top_k=40)
-    sampling(151936, 1, "top_p 0.9", temperature=0.8, top_p=0.9)
-    sampling(151936, 1, "min_p 0.05", temperature=0.8, min_p=0.05)
-    sampling(151936, 1, "top_k 40, top_p 0.9, repetition 1.1", temperature=0.8, top_k=40, top_p=0.9, repetition_penalty=1.1)
-    sampling(151936, 1, "greedy, 20 log-probabilities", top_logprobs=20)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,5 @@
 // A chain of stand-in products and the real attention and merge, layer after layer, all SMs: what lies between the last word of qkv and
 // the last word of attn. `V` (a task variant) and JUNK are defined before. Driven by attention.py.
-#include "mpk/block.cuh"
-// Cycles at places in the bodies, by warp; of the last layer of the last step.
-__device__ __forceinline__ void lab_mark(int n) {
-  long long* to = *reinterpret_cast<long long**>(mpk::block_shared + 512);
-  if (to != nullptr && threadIdx.x % 32 == 0) {
-    long long now;
-    asm volatile("mov.u64 %0, %clock64;" : "=l"(now)::"memory");
-    to[(blockIdx.x * 8 + threadIdx.x / 32) * 16 + n] = now;
-  }
-}
-#define LAB_MARK(n) lab_mark(n)
 #include "rotary_attention/cuda.cuh"
 #include "attention_combine/cuda.cuh"
 
@@ -19,7 +8,7 @@ struct Lab {
   uint64_t qkv, partial, attn, rope;  // byte offsets in the arena: of layer 0, the others follow `*_bytes` behind; rope has one
   uint64_t qkv_bytes, partial_bytes, attn_bytes;
   uint64_t times;                     // int64 [layers][6][blocks] nanoseconds, of the last step
-  uint64_t arrivals, stream, stream_bytes, marks;  // marks: int64 [blocks][8 warps][16] cycles
+  uint64_t arrivals, stream, stream_bytes;
   int32_t layers, steps, flight, hop_only;  // flight: stages of 16 KB on their way; hop_only: no attention in the chain
   int32_t segments, reserved;
   mpk::Segment segment[16];
@@ -65,9 +54,8 @@ __device__ __forceinline__ uint32_t consume(Block& b, const bf16* from, int rows
 }
 
 __device__ __forceinline__ void stream(const Lab& t) {
-  const uint32_t first = block_memory().leave_after == 0 ? 0 : 1;  // 0
   uint64_t at = uint64_t(blockIdx.x) * STAGE_BYTES;
-  int issued = int(first), done = 0;
+  int issued = 0, done = 0;
   if (t.flight == 0) return;
   while (!ring_control().stop) {
     if (issued - done >= t.flight) {
@@ -141,12 +129,11 @@ extern "C" __global__ void __launch_bounds__(mpk::BLOCK_THREADS, 1) run_lab(cons
       if (x == 1.2345f) times[0] = sum;
       bf16* qkv = flagged<bf16>(c, in, 1, b);
       constexpr int WORDS = WIDTH / 2, EACH = (WORDS + 131) / 132;
-      if (b.sm >= 0)
-        for (int n = thread; n < EACH * rows; n += THREADS) {
-          const int word = b.sm * EACH + n % EACH, row = n / EACH;
-          const uint32_t bits = uint32_t(word * 2654435761u + row * 40503u + layer * 977u);
-          if (word < WORDS) put_4(qkv + row * WIDTH + word * 2, (bits & 0x80ff80ffu) | 0x3f003f00u);
-        }
+      for (int n = thread; n < EACH * rows; n += THREADS) {
+        const int word = b.sm * EACH + n % EACH, row = n / EACH;
+        const uint32_t bits = uint32_t(word * 2654435761u + row * 40503u + layer * 977u);
+        if (word < WORDS) put_4(qkv + row * WIDTH + word * 2, (bits & 0x80ff80ffu) | 0x3f003f00u);
+      }
       for (int n = thread; n < EACH * rows_to_clear(b); n += THREADS) {
         const int word = b.sm * EACH + n % EACH, row = n / EACH;
         if (word < WORDS) clear_4(other_copy(c, qkv, b) + row * WIDTH + word * 2);
@@ -158,7 +145,6 @@ extern "C" __global__ void __launch_bounds__(mpk::BLOCK_THREADS, 1) run_lab(cons
       in.tile_begin = TILES * b.sm / int(gridDim.x), in.tile_end = TILES * (b.sm + 1) / int(gridDim.x);
       ++b.sequence;
       if (thread == 0) m.started_ns = 0;
-      if (thread == 0) *reinterpret_cast<uint64_t*>(block_shared + 512) = step == t.steps && layer == t.layers - 1 ? t.marks : 0;
       b.sync();
       if (in.tile_begin < in.tile_end) {
         rotary_attention::run<V>(c, in, b);

@@ -28,11 +28,11 @@ SMS, LAYERS, STEPS, STREAM = 132, 48, 3, 512 << 20
 SHARED = 1024 + 10 * 16384 + 2048 + 65536
 SHAPES = {"1b": (32, 8, 64, False), "8b": (32, 8, 128, False), "0.6b": (16, 8, 128, True)}
 LAB = np.dtype([("launch", layout.dtype("Launch")), ("kernel", layout.dtype("Kernel")),
-                *((n, "<u8") for n in ("qkv", "partial", "attn", "rope", "qkv_bytes", "partial_bytes", "attn_bytes", "times", "arrivals", "stream", "stream_bytes", "marks")),
+                *((n, "<u8") for n in ("qkv", "partial", "attn", "rope", "qkv_bytes", "partial_bytes", "attn_bytes", "times", "arrivals", "stream", "stream_bytes")),
                 *((n, "<i4") for n in ("layers", "steps", "flight", "hop_only", "segments", "reserved")), ("segment", layout.dtype("Segment"), 16)], align=True)
 
 
-def cubin(shape: str, least: int, junk: int, folder: Path | None) -> bytes:
+def program(shape: str, least: int, junk: int, folder: Path | None) -> bytes:
     heads, kv_heads, head_dim, norm = SHAPES[shape]
     constants = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "window": 0, "splits": choose_splits(kv_heads, SMS), "least": least,
                  "scale": head_dim**-0.5, "eps": 1e-6, "q_norm": norm, "k_norm": norm}
@@ -44,7 +44,7 @@ def cubin(shape: str, least: int, junk: int, folder: Path | None) -> bytes:
     made = nvrtc.compile_cubin(source, cuda_source.headers(["rotary_attention", "attention_combine"]), "sm_90a", cuda_source.OPTIONS)
     print(shape, least, junk, made.resources, flush=True)
     if path is not None:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(made.image)
     return made.image
 
@@ -76,7 +76,7 @@ class Lab:
         self.layers = max(2, min(LAYERS, (8 << 30) // (total * page_bytes)))
         self.memory = {"arena": device.allocate(2 * at), "kv": device.allocate(self.layers * total * page_bytes), "page_table": device.copy(table),
                        "params": device.copy(np.ones(1024, np.float32)), "stop": device.copy(np.zeros(64, np.int32)),
-                       "times": device.allocate(8 * LAYERS * 6 * SMS), "arrivals": device.allocate(8), "marks": device.allocate(SMS * 8 * 16 * 8), "stream": device.allocate(STREAM), "stall": device.allocate(64 * 256)}
+                       "times": device.allocate(8 * LAYERS * 6 * SMS), "arrivals": device.allocate(8), "stream": device.allocate(STREAM), "stall": device.allocate(64 * 256)}
         self.memory["kv"].fill(0x3C)
         self.memory["stream"].fill(0x11)
         self.rope, self.rows = rope, rows
@@ -85,7 +85,7 @@ class Lab:
         lab["launch"]["flagged_stride"], lab["launch"]["max_pages"], lab["launch"]["num_pages"] = at, most, total
         lab["launch"]["spans"], lab["launch"]["stall_limit_ns"] = self.memory["times"].address, 300_000_000
         lab["kernel"]["stop"] = self.memory["stop"].address
-        for name in ("times", "arrivals", "stream", "marks"):
+        for name in ("times", "arrivals", "stream"):
             lab[name] = self.memory[name].address
         lab["stream_bytes"] = STREAM
         lab["layers"], lab["steps"], lab["segments"] = self.layers, STEPS, len(segments)
@@ -100,7 +100,8 @@ class Lab:
         self.memory["arena"].fill(0xFF)
         for copy in (0, 1):
             self.memory["arena"].upload(self.rope, copy * self.stride + int(self.lab["rope"][0]))
-        self.memory["marks"].fill(0), self.memory["arrivals"].fill(0), self.memory["times"].fill(0)
+        for name in ("arrivals", "times"):
+            self.memory[name].fill(0)
         self.lab["flight"], self.lab["hop_only"] = flight, hop_only
         function = self.device.function(self.device.load(image), "run_lab", SHARED)
         self.device.launch(function, SMS, 384, SHARED, self.lab)
@@ -109,7 +110,7 @@ class Lab:
 
 
 def measure(device: Device, shape: str, segments: list[tuple[int, int]], least: int, junk: int, flight: int, folder: Path | None, label: str) -> None:
-    image, lab = cubin(shape, least, junk, folder), Lab(device, shape, segments)
+    image, lab = program(shape, least, junk, folder), Lab(device, shape, segments)
     runs = {hop: lab.run(image, flight, hop)[1:].astype(float) for hop in (True, False)}
     hops = runs[True]
     hop = np.median(hops[1:, 5].max(1) - hops[:-1, 0].max(1)) / 1e3
@@ -117,14 +118,6 @@ def measure(device: Device, shape: str, segments: list[tuple[int, int]], least: 
     begin = t[:-1, 0].max(1)
     last = [np.median(t[:-1, what].max(1) - begin) / 1e3 for what in (1, 2, 3, 4)] + [np.median(t[1:, 5].max(1) - begin) / 1e3]
     own = [np.median([np.median((row[end] - row[first])[row[first] > 0]) for row in t[:-1]]) / 1e3 for first, end in ((1, 2), (3, 4))]
-    marks = lab.memory["marks"].download(np.int64, SMS * 8 * 16).reshape(SMS, 8, 16)
-    worked = (marks[:, :, 3] > 0)
-    first = marks[:, :, 0].min(1, initial=1 << 62, where=marks[:, :, 0] > 0)
-    rel = np.where(marks > 0, marks - first[:, None, None], -1)
-    sel = rel[worked]
-    gaps = [int(np.median(sel[:, k + 1] - sel[:, k])) if (sel[:, k] >= 0).all() and (sel[:, k + 1] >= 0).all() else -1 for k in range(11)]
-    comb = marks[:, 0][marks[:, 0, 15] > 0]
-    print("   cycles", gaps, "merge", [int(np.median(comb[:, k + 1] - comb[:, k])) for k in (12, 13, 14)], "warps", int(worked.sum()), flush=True)
     _, kv_heads, head_dim, _ = SHAPES[shape]
     bytes_ = sum(p + r for p, r in segments) * kv_heads * head_dim * 4
     print(json.dumps({"shape": shape, "step": label, "least": least, "junk": junk, "flight": flight, "hop": round(float(hop), 2), "path": round(float(last[4] - hop), 2),
@@ -133,6 +126,7 @@ def measure(device: Device, shape: str, segments: list[tuple[int, int]], least: 
                       "kv_us_at_4TB": round(bytes_ / 4e6, 2)}), flush=True)
 
 
+# Shape, segments (position, rows), least blocks of a split, steps of code between layers, stages of weights on their way, label.
 CASES = [(shape, [(512, 1)], 4, junk, flight, "512") for shape in SHAPES for junk, flight in ((0, 0), (0, 2), (6000, 2))]
 CASES += [(shape, [(context, 1)], 4, 6000, flight, str(context)) for shape, context in (("8b", 4096), ("1b", 4096), ("8b", 32000)) for flight in (2, 0)]
 CASES += [(shape, [(512, 1)] * batch, 4, 6000, flight, f"512 x {batch}") for shape in ("8b", "0.6b") for batch in (4, 8, 16) for flight in (2, 0)]
@@ -143,7 +137,7 @@ def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else None
     if device_count() == 0:
         for shape, least, junk in sorted({(c[0], c[2], c[3]) for c in CASES}):
-            cubin(shape, least, junk, folder)
+            program(shape, least, junk, folder)
         return
     device = Device(0)
     for shape, segments, least, junk, flight, label in CASES:

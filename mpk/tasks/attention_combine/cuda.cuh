@@ -10,9 +10,6 @@
 #include "mpk/flagged.cuh"
 #include "mpk/wait.cuh"
 
-#ifndef LAB_MARK
-#define LAB_MARK(n)
-#endif
 namespace mpk::attention_combine {
 
 constexpr bool waits_inside = true;
@@ -138,86 +135,98 @@ struct Merge {
 template <class V>
 struct Columns {
   static constexpr int heads = int(V::heads), head_dim = int(V::head_dim), splits = int(V::splits), group = heads / int(V::kv_heads), quads = head_dim / 4;
-  static constexpr int each = (quads + WARPS - 1) / WARPS;                             // quads of a warp at least
-  static constexpr int LANES = each <= 1 ? 1 : each <= 2 ? 2 : each <= 4 ? 4 : 8, GROUPS = 32 / LANES, BATCH = 8;  // GROUPS: partial results side by side
+  static constexpr int each = (quads + WARPS - 1) / WARPS;  // quads of a warp at least
+  static constexpr int LANES = each <= 1 ? 1 : each <= 2 ? 2 : each <= 4 ? 4 : 8, GROUPS = 32 / LANES;  // GROUPS: partial results side by side
+  static constexpr int turns = splits % GROUPS == 0 ? splits / GROUPS : 1;  // of a lane until it comes to the next row of the buffer
+  static constexpr int BATCH = 6 % turns == 0 ? 6 : 8;                       // partial results of a lane on their way at a time
 
-  static __device__ __forceinline__ void run(Block& b, float* partials, bf16* out, int head) {
-    const OneRow<V> line(*b.step);
-    const int lane = own_lane(), quad = b.warp * LANES + lane % LANES, count = line.count();
-    const bool all = line.used == splits;  // then there may be several rows of them
-    float* of_head = partials + partial_offset(0, heads, head / group, splits, 0, group, head % group, head_dim);
-    const auto at = [&](int f) {
-      return of_head + (all ? f / splits * (heads * splits) + f % splits * group : f * group) * partial_columns(head_dim);
+  // Place of partial result `f` of a head; the splits of one row of the buffer come before the next row.
+  static constexpr __device__ __forceinline__ int place(int f) { return (f / splits * (heads * splits) + f % splits * group) * partial_columns(head_dim); }
+  // Whether the places of a batch differ by the same, whatever its first one is.
+  static constexpr bool REGULAR = GROUPS % splits == 0 || (splits % GROUPS == 0 && BATCH % turns == 0);
+  static __device__ __forceinline__ float* at(float* of_head, int first, int j) {
+    return REGULAR ? of_head + place(first) + place(j * GROUPS) : of_head + place(first + j * GROUPS);
+  }
+
+  float sums[4] = {}, max = minus_infinity(), total = 0.0f;
+
+  // Adds the results first, first + GROUPS, ... of this lane, BATCH of them, that are below `count`.
+  __device__ __forceinline__ void gather(Block& b, float* of_head, int first, int count, int quad) {
+    uint4 v[BATCH] = {};
+    uint2 s[BATCH];
+#pragma unroll
+    for (auto& statistics : s) statistics = uint2{__float_as_uint(minus_infinity()), 0};
+    const int own = quad < quads ? (count - first + GROUPS - 1) / GROUPS : 0;
+    const auto load = [&](int j, bool sums_too, bool statistics_too) {
+      const float* from = at(of_head, first, j);
+      load_16_if(sums_too, from + quad * 4, v[j]), load_8_if(statistics_too, from + head_dim, s[j]);
     };
-    const bool mine = quad < quads;
-    float sums[4] = {}, max = minus_infinity(), total = 0.0f;
-    LAB_MARK(13);
+#pragma unroll
+    for (int j = 0; j < BATCH; ++j) load(j, j < own, j < own);
+    if constexpr (FLAGGED) {
 #pragma unroll 1
-    for (int begin = lane / LANES; begin - lane / LANES < count; begin += GROUPS * BATCH) {
-      uint4 v[BATCH] = {};
-      uint2 s[BATCH] = {};
-      const auto load = [&](bool fresh) {  // all, or what is missing
+      for (uint32_t polls = 0;;) {
+        bool whole = true;
 #pragma unroll
-        for (int j = 0; j < BATCH; ++j) {
-          const int f = begin + j * GROUPS;
-          const float* from = at(f);
-          load_8_if(mine && f < count && (fresh || !complete(s[j])), from + head_dim, s[j]);
-          load_16_if(mine && f < count && (fresh || !complete(v[j])), from + quad * 4, v[j]);
-        }
-      };
+        for (int j = 0; j < BATCH; ++j) whole = whole && complete(s[j]) && complete(v[j]);
+        if (!__any_sync(ALL_LANES, !whole)) break;
+        if (__any_sync(ALL_LANES, !b.may_poll(polls))) break;
 #pragma unroll
-      for (auto& statistics : s) statistics = uint2{__float_as_uint(minus_infinity()), 0};
-      load(true);
-      if constexpr (FLAGGED) {
-#pragma unroll 1
-        for (uint32_t polls = 0;;) {
-          bool whole = true;
-#pragma unroll
-          for (int j = 0; j < BATCH; ++j) whole = whole && complete(s[j]) && complete(v[j]);
-          if (!__any_sync(ALL_LANES, !whole)) break;
-          if (__any_sync(ALL_LANES, !b.may_poll(polls))) break;
-          load(false);
-        }
-      }
-      float top = max;
-#pragma unroll
-      for (int j = 0; j < BATCH; ++j) top = fmaxf(top, __uint_as_float(s[j].x));
-      const float base = top == minus_infinity() ? 0.0f : top, shrink = exp2_fast((max - base) * LOG2_E);
-#pragma unroll
-      for (float& sum : sums) sum *= shrink;
-      total *= shrink, max = top;
-#pragma unroll
-      for (int j = 0; j < BATCH; ++j) {
-        const float factor = exp2_fast((__uint_as_float(s[j].x) - base) * LOG2_E);
-        total += __uint_as_float(s[j].y) * factor;
-        sums[0] += __uint_as_float(v[j].x) * factor, sums[1] += __uint_as_float(v[j].y) * factor;
-        sums[2] += __uint_as_float(v[j].z) * factor, sums[3] += __uint_as_float(v[j].w) * factor;
+        for (int j = 0; j < BATCH; ++j) load(j, !complete(v[j]), !complete(s[j]));
       }
     }
-    b.arrived();
-    LAB_MARK(14);
+    float top = max;
+#pragma unroll
+    for (int j = 0; j < BATCH; ++j) top = fmaxf(top, __uint_as_float(s[j].x));
+    const float base = top == minus_infinity() ? 0.0f : top;
+    scale(exp2_fast((max - base) * LOG2_E));
+    max = top;
+#pragma unroll
+    for (int j = 0; j < BATCH; ++j) {
+      const float factor = exp2_fast((__uint_as_float(s[j].x) - base) * LOG2_E);
+      total += __uint_as_float(s[j].y) * factor;
+      sums[0] += __uint_as_float(v[j].x) * factor, sums[1] += __uint_as_float(v[j].y) * factor;
+      sums[2] += __uint_as_float(v[j].z) * factor, sums[3] += __uint_as_float(v[j].w) * factor;
+    }
+  }
+  __device__ __forceinline__ void scale(float by) {
+#pragma unroll
+    for (float& sum : sums) sum *= by;
+    total *= by;
+  }
+  // Adds up what lanes have of the same columns. Lanes without columns have read nothing.
+  __device__ __forceinline__ void join() {
     float top = max;
 #pragma unroll
     for (int step = LANES; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, step));
-    const float shrink = mine ? exp2_fast((max - top) * LOG2_E) : 0.0f;
-    total *= shrink;
-#pragma unroll
-    for (float& sum : sums) sum *= shrink;
+    scale(max == minus_infinity() ? 0.0f : exp2_fast((max - top) * LOG2_E));
 #pragma unroll
     for (int step = LANES; step < 32; step *= 2) {
       total += __shfl_xor_sync(ALL_LANES, total, step);
 #pragma unroll
       for (float& sum : sums) sum += __shfl_xor_sync(ALL_LANES, sum, step);
     }
-    const float inverse = 1.0f / total;
-    if (lane < LANES && mine) store_8(out + quad * 4, {pack_bf16(sums[0] * inverse, sums[1] * inverse), pack_bf16(sums[2] * inverse, sums[3] * inverse)});
-    LAB_MARK(15);
+  }
+
+  // One head, by all threads of the block.
+  static __device__ __forceinline__ void run(Block& b, float* partials, bf16* out, int head) {
+    const int count = OneRow<V>(*b.step).count(), lane = own_lane(), quad = b.warp * LANES + lane % LANES;
+    float* of_head = partials + partial_offset(0, heads, head / group, splits, 0, group, head % group, head_dim);
+    Columns own;
+#pragma unroll 1
+    for (int begin = 0; begin < count; begin += GROUPS * BATCH) own.gather(b, of_head, begin + lane / LANES, count, quad);
+    b.arrived();
+    own.join();
+    const float inverse = 1.0f / own.total;
+    if (lane < LANES && quad < quads)
+      store_8(out + quad * 4, {pack_bf16(own.sums[0] * inverse, own.sums[1] * inverse), pack_bf16(own.sums[2] * inverse, own.sums[3] * inverse)});
     if constexpr (FLAGGED) {
       b.sync();  // all warps have read the maxima and totals
+      if (quad >= quads) return;
 #pragma unroll 1
       for (int f = lane / LANES; f < count; f += GROUPS) {
-        if (mine) clear_16(at(f) + quad * 4);
-        if (mine && quad == 0) clear_8(at(f) + head_dim);
+        clear_16(of_head + place(f) + quad * 4);
+        if (quad == 0) clear_8(of_head + place(f) + head_dim);
       }
     }
   }
@@ -226,7 +235,6 @@ struct Columns {
 template <class V>
 __device__ void run(const Context& c, const Instruction& i, Block& b) {
   using M = Merge<V>;
-  LAB_MARK(12);
   const int lane = own_lane(), tiles = i.tile_end - i.tile_begin, work = b.step->rows * tiles;
   float* partials = flagged<float>(c, i, 0, b);
   bf16* out = flagged<bf16>(c, i, 1, b);
@@ -252,7 +260,6 @@ __device__ void run(const Context& c, const Instruction& i, Block& b) {
   for (int n = b.warp; n < work; n += WARPS) {
     const int row = n / tiles, head = i.tile_begin + n % tiles;
     const int segment = __popc(__ballot_sync(ALL_LANES, row_begin <= row)) - 1;
-    LAB_MARK(13);
     M merge{};
     merge.clear();
 #pragma unroll 1
@@ -261,10 +268,8 @@ __device__ void run(const Context& c, const Instruction& i, Block& b) {
       if (splits != 0) merge.gather(b, partials, row, head, begin, splits, lane);
     }
     if (n == 0) b.arrived();
-    LAB_MARK(14);
     merge.join();
     merge.store(out + (int64_t(row) * M::heads + head) * M::head_dim, lane);
-    LAB_MARK(15);
     if constexpr (FLAGGED) {
 #pragma unroll 1
       for (int begin = 0; begin < M::splits; begin += 32) {

@@ -34,7 +34,6 @@ class Task {
       : c(c), i(i), b(b), memory{b.scratch}, kv_head(tile / S::splits), split(tile % S::splits) {}
 
   __device__ __forceinline__ void run(bool& waited) {
-    LAB_MARK(0);
 #pragma unroll 1
     for (int t = 0, step = 0;; t += step) {  // what this begins with is computed for every tile again rather than kept
       const Shares<V> shares(*b.step, own_lane());
@@ -99,25 +98,20 @@ class Task {
 
   // One of `parts` warps of a tile.
   __device__ __forceinline__ void work(const Tile& own, int part, int parts, bool& waited) {
-    LAB_MARK(1);
     Walk blocks(own, part, parts);
     Warp<V> warp{};  // on every path: else registers hold what they held, all through the program
     if (blocks.count > 0) {
       prepare(warp, own, blocks, waited);
       attend(warp, own, blocks), warp.finish();
-      LAB_MARK(8);
     }
     if (!waited) wait_inputs(b), waited = true;  // warps without blocks
     if (parts > 1) {
       if (blocks.count > 0) warp.leave(memory.sums(b.warp), memory.statistics() + b.warp);
-      LAB_MARK(9);
       b.sync();
-      LAB_MARK(10);
       if (own.count > 0) merge(own, min(own.count, parts), part, parts);
     } else if (blocks.count > 0) {
       write(warp, own);
     }
-    LAB_MARK(11);
   }
 
   // Keys of block `number` of the sequence, which stands in `page`; its values stand P::VALUES elements behind.
@@ -192,7 +186,6 @@ class Task {
           }
         }
       }
-      LAB_MARK(3);
       if (first == 0) turn.settle_rope(b, rope, quad);
       if (first == 0 && queries > 0) b.arrived();
 #pragma unroll 1
@@ -239,14 +232,12 @@ class Task {
     int queries = min(tile.rows() * S::group - tile.query, TILE_QUERIES);
     __syncwarp();  // the queries of the tile before have been read
     pad_queries(queries);
-    LAB_MARK(2);
     if (!waited) wait_inputs(b), waited = true;
 #pragma unroll 1
     do {
       bring(tile, blocks, fresh, queries), queries = 0;
       fresh.advance(tile, blocks);
     } while (fresh.count > 0);
-    LAB_MARK(4);
     if (!early) load_first(warp, blocks, tile);
   }
 
@@ -276,14 +267,12 @@ class Task {
         if (section > 0) warp.load_keys(keys, section);
         warp.score(scores, shared_address(rows), section);
       }
-      LAB_MARK(5);
       if (more) warp.load_keys(next, 0);
       const bool whole = position >= oldest_of(tile) && position + S::block - 1 <= tile.position() + tile.query / S::group;
       uint32_t weights[S::fragments][2];
       warp.join(scores);
       if (!whole) mask(warp, scores, tile, position);
       warp.soften(scores, weights, float(V::scale) * LOG2_E);
-      LAB_MARK(6);
 #pragma unroll
       for (int section = 0; section < S::sections; ++section) {
         if (section > 0) warp.load_values(keys + P::VALUES, section);
@@ -294,7 +283,6 @@ class Task {
       if (!WHOLE) keys = next;
     }
     __syncwarp();  // all lanes have read the queries
-    LAB_MARK(7);
   }
 
   // First position that all queries of a tile see.

@@ -3,9 +3,6 @@
 #include "mpk/wait.cuh"
 #include "rotary_attention/head.cuh"
 
-#ifndef LAB_MARK
-#define LAB_MARK(n)
-#endif
 namespace mpk::rotary_attention {
 
 template <class V>
@@ -22,20 +19,21 @@ class OneRowTask {
       : c(c), i(i), b(b), rows(M{b.scratch}.rows(b.warp)), kv_head(tile / S::splits), split(tile % S::splits), line(*b.step) {}
 
   __device__ __forceinline__ void run(bool& waited) {
-    LAB_MARK(0);
     __syncwarp();  // the memory of the tile before
     int f = b.warp * line.used + split;
     if (split >= line.used || f >= line.blocks) return;
     const bool newest = f == 0;  // the block of the row itself, which is brought and appended here
     Warp<V> warp{};  // on every path: else registers hold what they held, all through the program
     warp.locate();
-    bf16* keys = keys_of(f);
+    const int page = page_of(f);
+    Asked asked{};
+    if constexpr (FLAGGED) ask(asked, newest);  // before anything that needs the page's number: words may be there already
+    bf16* keys = keys_of(f, page);
     warp.load_keys(keys, 0), warp.load_values(keys + P::VALUES, 0);
     pad_queries();
-    LAB_MARK(2);
     if (!waited) wait_inputs(b), waited = true;
-    bring(newest);
-    LAB_MARK(4);
+    if constexpr (!FLAGGED) ask(asked, newest);
+    bring(asked, newest);
     if (newest) {
       const int at = line.position % S::block;
       warp.insert_key(shared_address(rows + KEY_ROW * S::row_stride), at);
@@ -48,10 +46,9 @@ class OneRowTask {
     for (;;) {
       const int position = (line.last - f) * S::block;
       const bool more = f + line.stride() < line.blocks, whole = f != 0 && (S::window == 0 || position > line.position - S::window);
-      if (more) next = keys_of(f + line.stride());
+      if (more) next = keys_of(f + line.stride(), page_of(f + line.stride()));
       float scores[2 * S::fragments][4] = {};
       warp.score(scores, shared_address(rows), 0);
-      LAB_MARK(5);
       if (more) warp.load_keys(next, 0);
       uint32_t weights[S::fragments][2];
       warp.join(scores);
@@ -60,20 +57,16 @@ class OneRowTask {
         warp.hide(scores, 0, begin, end), warp.hide(scores, 1, begin, end);
       }
       warp.soften(scores, weights, float(V::scale) * LOG2_E);
-      LAB_MARK(6);
       warp.accumulate(weights, 0);
-      LAB_MARK(7);
       if (!more) break;
       warp.load_values(next + P::VALUES, 0);
       f += line.stride();
     }
     warp.finish();
-    LAB_MARK(8);
     float* partial = flagged<float>(c, i, 2, b) + partial_offset(b.warp, S::heads, kv_head, S::splits, split, S::group, warp.pair * 2, S::head_dim);
 #pragma unroll
     for (int q = 0; q < 2; ++q)
       if (warp.pair * 2 + q < S::group) warp.write_partial(partial + q * partial_columns(S::head_dim), q);
-    LAB_MARK(11);
     if (newest) append(keys);
   }
 
@@ -85,10 +78,18 @@ class OneRowTask {
   const int kv_head, split;
   const OneRow<V> line;
 
-  // Keys of the warp's block `f`. Page numbers do not change during a step, and the SM has acquired it: they may come from the L1.
-  __device__ __forceinline__ bf16* keys_of(int f) const {
-    const int number = line.last - f, page = c.page_table[int64_t(b.step->segments[0].slot) * c.max_pages + number / P::BLOCKS];
-    return kv_page<bf16>(c, i.layer, page, kv_head, S::kv_heads, S::head_dim) + number % P::BLOCKS * P::BLOCK_ELEMENTS;
+  // What the warp waits for: heads of the row, and what turns them.
+  struct Asked {
+    Q heads[PASSES];
+    Turn<V> queries, keys;
+  };
+
+  // Page of the warp's block `f`. Page numbers do not change during a step, and the SM has acquired it: they may come from the L1.
+  __device__ __forceinline__ int page_of(int f) const {
+    return c.page_table[int64_t(b.step->segments[0].slot) * c.max_pages + (line.last - f) / P::BLOCKS];
+  }
+  __device__ __forceinline__ bf16* keys_of(int f, int page) const {
+    return kv_page<bf16>(c, i.layer, page, kv_head, S::kv_heads, S::head_dim) + (line.last - f) % P::BLOCKS * P::BLOCK_ELEMENTS;
   }
 
   // Queries beyond the group's last one are multiplied like others, so they must be numbers.
@@ -99,26 +100,34 @@ class OneRowTask {
     for (int p = 0; p < S::pieces; ++p) *reinterpret_cast<uint4*>(rows + row * S::row_stride + p * 32 + pair * 8) = uint4{0, 0, 0, 0};
   }
 
-  // Waits for the group's queries, and with `newest` for the row's key and value, turns them and leaves them in shared memory.
-  __device__ __forceinline__ void bring(bool newest) const {
-    const int lane = own_lane(), quad = lane % Q::LANES;
-    const bf16* qkv = flagged<bf16>(c, i, 0, b) + 4 * quad;
-    const float *rope = flagged<float>(c, i, 1, b), *params = reinterpret_cast<const float*>(c.params + i.params);
-    const auto number = [&](int p) { return p * Q::A_WARP + lane / Q::LANES; };  // queries, key, value, nothing
-    const auto from = [&](int p) {
-      const int n = number(p), head = n < S::group ? kv_head * S::group + n : n == S::group ? S::heads + kv_head : S::heads + S::kv_heads + kv_head;
-      return qkv + head * S::head_dim;
-    };
-    const auto wanted = [&](int p) { return quad < Q::quads && (number(p) < S::group || (newest && number(p) < S::group + 2)); };
-    Q heads[PASSES] = {};
+  // Head `n` of a lane in pass `p`: the group's queries, the key, the value, nothing.
+  __device__ __forceinline__ static int number(int p) { return p * Q::A_WARP + own_lane() / Q::LANES; }
+  static constexpr __device__ __forceinline__ bool all_queries(int p) { return (p + 1) * Q::A_WARP <= S::group; }
+  // This lane's first quad of it.
+  __device__ __forceinline__ const bf16* from(int p) const {
+    const int n = number(p), query = kv_head * S::group + n;
+    const int head = all_queries(p) || n < S::group ? query : n == S::group ? S::heads + kv_head : S::heads + S::kv_heads + kv_head;
+    return flagged<bf16>(c, i, 0, b) + head * S::head_dim + own_lane() % Q::LANES * 4;
+  }
+
+  // Asks for the group's queries, with `newest` for the row's key and value, and for what turns them.
+  __device__ __forceinline__ void ask(Asked& asked, bool newest) const {
+    const int quad = own_lane() % Q::LANES;
+    const float* params = reinterpret_cast<const float*>(c.params + i.params);
 #pragma unroll
     for (int p = 0; p < PASSES; ++p) {
-      heads[p].first = heads[p].second = uint2{0, 0};
-      load_8_if(wanted(p), from(p), heads[p].first), load_8_if(wanted(p), from(p) + Q::half, heads[p].second);
+      Q& q = asked.heads[p];
+      const bool wanted = quad < Q::quads && (all_queries(p) || number(p) < S::group || (newest && number(p) < S::group + 2));
+      load_8_if(wanted, from(p), q.first), load_8_if(wanted, from(p) + Q::half, q.second);
     }
-    Turn<V> queries{}, keys{};
-    queries.load_rope(rope, quad), queries.load_norm(params, QUERY, quad);
-    if (newest) keys.load_norm(params, KEY, quad);
+    asked.queries.load_rope(flagged<float>(c, i, 1, b), quad), asked.queries.load_norm(params, QUERY, quad);
+    if (newest) asked.keys.load_norm(params, KEY, quad);
+  }
+
+  // Waits for it all, turns it and leaves it in shared memory.
+  __device__ __forceinline__ void bring(Asked& asked, bool newest) const {
+    const int quad = own_lane() % Q::LANES;
+    auto& heads = asked.heads;
     if constexpr (FLAGGED) {  // all that is missing is asked for together
 #pragma unroll 1
       for (uint32_t polls = 0;;) {
@@ -134,25 +143,23 @@ class OneRowTask {
         }
       }
     }
-    LAB_MARK(3);
     b.arrived();
-    queries.settle_rope(b, rope, quad);
-    keys.cosine = queries.cosine, keys.sine = queries.sine;
+    asked.queries.settle_rope(b, flagged<float>(c, i, 1, b), quad);
+    asked.keys.cosine = asked.queries.cosine, asked.keys.sine = asked.queries.sine;
     constexpr int OF_QUERIES = S::group / Q::A_WARP;  // passes that have nothing else
-    turn<0, OF_QUERIES>(heads, queries, keys, quad);
-    if (newest || OF_QUERIES * Q::A_WARP < S::group) turn<OF_QUERIES, PASSES>(heads, queries, keys, quad);
+    turn<0, OF_QUERIES>(asked, quad);
+    if (newest || OF_QUERIES * Q::A_WARP < S::group) turn<OF_QUERIES, PASSES>(asked, quad);
     __syncwarp();
   }
 
   // Passes [BEGIN, END), side by side.
   template <int BEGIN, int END>
-  __device__ __forceinline__ void turn(Q (&heads)[PASSES], const Turn<V>& queries, const Turn<V>& keys, int quad) const {
+  __device__ __forceinline__ void turn(Asked& asked, int quad) const {
     if constexpr (BEGIN < END) {
-      const int first = own_lane() / Q::LANES;
       float scale[PASSES] = {};
       if constexpr (V::q_norm || V::k_norm) {
 #pragma unroll
-        for (int p = BEGIN; p < END; ++p) scale[p] = heads[p].squares();
+        for (int p = BEGIN; p < END; ++p) scale[p] = asked.heads[p].squares();
 #pragma unroll
         for (int step = Q::LANES / 2; step > 0; step /= 2)
 #pragma unroll
@@ -160,14 +167,16 @@ class OneRowTask {
       }
 #pragma unroll
       for (int p = BEGIN; p < END; ++p) {
-        const int n = p * Q::A_WARP + first;
-        if (n == S::group)
-          keys.apply(heads[p], KEY, scale[p]);
-        else if (n < S::group)
-          queries.apply(heads[p], QUERY, scale[p]);
-        const int row = n < S::group ? n : n == S::group ? KEY_ROW : VALUE_ROW;
+        Q& q = asked.heads[p];
+        const int n = number(p);
+        if (all_queries(p) || n < S::group)
+          asked.queries.apply(q, QUERY, scale[p]);
+        else if (n == S::group)
+          asked.keys.apply(q, KEY, scale[p]);
+        const int row = all_queries(p) || n < S::group ? n : n == S::group ? KEY_ROW : VALUE_ROW;
         bf16* to = rows + row * S::row_stride + 4 * quad;
-        if (quad < Q::quads && n < S::group + 2) *reinterpret_cast<uint2*>(to) = heads[p].first, *reinterpret_cast<uint2*>(to + Q::half) = heads[p].second;
+        if (quad < Q::quads && (all_queries(p) || n < S::group + 2))
+          *reinterpret_cast<uint2*>(to) = q.first, *reinterpret_cast<uint2*>(to + Q::half) = q.second;
       }
     }
   }

@@ -6,6 +6,8 @@
 // those any more (a step begins after all tasks of the one before), and the next step, which writes there, begins behind counters that
 // every block signals after its last clearing. The host fills both copies with EMPTY before a launch.
 //
+// Partial results of attention are an exception: they have one reader, which sets them to EMPTY after it has read them, in the same copy.
+//
 // Each word is a message of its own (32-bit accesses of one word are atomic, and relaxed ones do not race). Nothing else follows from
 // it: other data that its producer wrote is NOT visible to who has read the word.
 #pragma once
