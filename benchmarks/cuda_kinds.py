@@ -87,6 +87,15 @@ def main() -> None:
             attention(model, 1, context)
     for batch, context in ((4, 512), (16, 512), (16, 4096)):
         attention("llama-3.1-8b", batch, context)
+    for vocab in (49152, 128256, 151936):
+        sampling(vocab, 1, "greedy")
+        sampling(vocab, 1, "temperature", temperature=0.8)
+    sampling(151936, 16, "temperature", temperature=0.8)
+    sampling(151936, 1, "top_k 40", temperature=0.8, top_k=40)
+    sampling(151936, 1, "top_p 0.9", temperature=0.8, top_p=0.9)
+    sampling(151936, 1, "min_p 0.05", temperature=0.8, min_p=0.05)
+    sampling(151936, 1, "top_k 40, top_p 0.9, repetition 1.1", temperature=0.8, top_k=40, top_p=0.9, repetition_penalty=1.1)
+    sampling(151936, 1, "greedy, 20 log-probabilities", top_logprobs=20)
 
 
 if __name__ == "__main__":
