@@ -40,6 +40,8 @@ class Planning:
         self.m.buffers(choice=np.zeros((self.batch, MESSAGE_COLUMNS), np.int32), tops=np.zeros((16, PARTS * MESSAGE_COLUMNS), np.float32),
                        logits=np.zeros((16, VOCAB), np.float32))
         self.number = 0
+        self.logit_slots: list[int] = []  # of the rows of logits of the step that was planned last
+        self.segments: list[tuple[int, int, int, int]] = []
 
     def advance(self, choice: np.ndarray) -> tuple[list[tuple[int, int, int, int]], list[int]]:
         """Close the present step with `choice`; segments and logit rows of the next one, as the device planned them.
@@ -47,12 +49,12 @@ class Planning:
         Tokens come from `head`, one slice for all, to rows of logits; the step that was planned before becomes the present one.
         """
         tops = np.zeros((16, PARTS, MESSAGE_COLUMNS), np.uint32)
-        for row, slot in enumerate(self.logit_slots if self.number else []):
+        for row, slot in enumerate(self.logit_slots):
             value = np.float32(-np.inf if choice[slot] < 0 else 1)
             tops[row, :] = np.array([-np.inf], np.float32).view(np.uint32)[0], 0x7FFFFFFF, 0, self.number
             tops[row, 3] = value.view(np.uint32), np.uint32(max(choice[slot], 0)), 0, self.number
         self.m.memory["arena"].upload(tops, self.m.offsets["tops"])
-        self.m.launch["special_rows"] = sum(1 << row for row, slot in enumerate(self.logit_slots if self.number else []) if self.model[slot].all_logits)
+        self.m.launch["special_rows"] = sum((1 << row for row, slot in enumerate(self.logit_slots) if self.model[slot].all_logits), 0)
         self.m.run("advance", {"vocab": VOCAB, "parts": PARTS, "slice": VOCAB // PARTS}, ("choice", "tops", "logits"), [(0, 1)])
         step, messages = self.m.get("step")[0], self.m.get("messages")
         self.number += 1

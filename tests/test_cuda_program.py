@@ -24,6 +24,7 @@ from mpk.passes.memory import lay_out_params
 from mpk.passes.partition import Options
 from mpk.runtime import cuda_device
 from mpk.runtime.cuda_engine import earliest
+from mpk.runtime.interpreter import ReferenceProgram
 from mpk.targets import hardware
 from mpk.tasks.base import kind_of
 from mpk.tasks.matrices import matrix_bytes, matrix_key
@@ -231,3 +232,29 @@ def test_of_many_waits_that_stall_the_earliest_is_told() -> None:
     for block, (step, task) in {0: (8, 2), 1: (7, 40), 3: (7, 31)}.items():
         stalls[block]["worker"], stalls[block]["step"], stalls[block]["task"] = block, step, task
     assert earliest(stalls)["worker"] == 3
+
+
+def test_a_step_begins_with_products_that_gather_their_embeddings() -> None:
+    graph, source = lowered()
+    operators = {op.name: op for op in graph.tensor_graph.operators}
+    names = list(operators)
+    assert operators["l0.qkv"].inputs == ("step",) and operators["l1.qkv"].inputs == ("l0.x2",)
+    assert names.index("embed") == names.index("l0.qkv") + 1 and operators["l0.o"].inputs[1] == "x"
+    lay_out_params(graph, source)
+    for record in CudaProgramBuilder(graph).cuda_tables().records["instruction"]:
+        if graph.tensor_graph.operators[record["op"]].name == "l0.qkv":
+            assert record["iargs"][0] == 1 and record["weights"] == graph.weight_offsets["model.embed_tokens.weight.rows"]
+    tokens = np.random.default_rng(1).integers(0, CONFIG.vocab_size, (1, 6))
+    plain = ReferenceProgram(without_flags()[0], source).forward(tokens)
+    np.testing.assert_allclose(ReferenceProgram(graph, source).forward(tokens), plain, 1e-5, 1e-5)
+
+
+def test_tasks_of_the_head_are_slices_and_the_planner_has_the_shortest() -> None:
+    graph, _ = lowered(workers=4)
+    heads = [t for t in graph.tasks if t.kind == "head"]
+    size = int(graph.operator(heads[0]).attrs["slice"])
+    assert [(t.tile_begin * 16, t.tile_end * 16) for t in heads] == [(i * size, min((i + 1) * size, 304)) for i in range(4)]  # 300 tokens, 19 tiles
+    assert graph.tasks[-1].worker == heads[-1].worker
+    closing = graph.events[graph.tasks[-1].waits[-1]]
+    assert not closing.carried and not any(graph.operator(t).attrs.get("ephemeral") for t in closing.producers)
+    assert {graph.tasks[t].worker for t in closing.producers} == {0, 1, 2, 3} - {graph.tasks[-1].worker}

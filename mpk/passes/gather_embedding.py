@@ -24,11 +24,9 @@ def run(graph: TensorGraph) -> TensorGraph:
     for op in graph.operators:
         if op is embed:
             continue
-        if held and op.kind == "linear" and op.inputs[0] == embed.outputs[0] and not op.attrs["gather_logit_rows"] and len(op.inputs) == 1:
-            operators.append(replace(op, inputs=embed.inputs, weights={**op.weights, "embedding": embed.weights["weight"]}))
-            place = len(operators)
-        else:
-            operators.append(op)
+        reads = held and op.kind == "linear" and op.inputs == embed.outputs and not op.attrs["gather_logit_rows"]
+        operators.append(replace(op, inputs=embed.inputs, weights={**op.weights, "embedding": embed.weights["weight"]}) if reads else op)
+        place = len(operators) if reads else place
         held = held and embed.outputs[0] not in op.outputs
     operators.insert(place, embed)
     return graph.with_operators(operators).check() if place else graph

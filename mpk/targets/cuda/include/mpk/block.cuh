@@ -98,7 +98,7 @@ struct Block {
   // Leaves after this instruction, having waited in vain for `event` (or STALL_*). Any thread.
   __device__ __forceinline__ void give_up(int event, int64_t in_step) const {
     BlockMemory& m = block_memory();
-    if (leave()) m.waits.stall = Stall{0, m.records[place].instruction.task, event, 0, 0, 0, in_step}, m.waits.gave_up = 1;
+    if (leave()) m.waits.stall = Stall{0, m.records[place].instruction.task, event, 0, in_step, in_step - 1, in_step}, m.waits.gave_up = 1;
   }
   // Whether some thread of this block said so; the same in all threads after a barrier.
   __device__ __forceinline__ bool stopping() const { return arguments != nullptr && block_memory().leave_after != 0; }
