@@ -153,7 +153,10 @@ struct Dispatch {
   static constexpr int PUBLISHES = -1;
   __device__ __forceinline__ void operator()(const mpk::Context& c, const mpk::Instruction& i, mpk::Block& b) const { mpk::linear::run<Variant>(c, i, b); }
 };
-extern "C" __global__ void __launch_bounds__(mpk::BLOCK_THREADS, 1) mpk_run(const __grid_constant__ mpk::Arguments a) { mpk::run_program(a, Dispatch{}); }
+struct NoPrompts {
+  __device__ __forceinline__ void operator()(const mpk::Context&, const mpk::Instruction&, mpk::Block&) const {}
+};
+extern "C" __global__ void __launch_bounds__(mpk::BLOCK_THREADS, 1) mpk_run(const __grid_constant__ mpk::Arguments a) { mpk::run_program(a, Dispatch{}, NoPrompts{}); }
 """
     cubin = compile_cubin(source, cuda_source.headers(["linear"]), "sm_90a", cuda_source.OPTIONS)
     assert cubin.resources["mpk_run"].registers <= 168 and cubin.resources["mpk_run"].spill_stores < 400
