@@ -1,6 +1,6 @@
 """Time of attention and sampling alone on a GPU: `python benchmarks/cuda_kinds.py` prints one JSON line a measurement.
 
-It runs on all SMs, 200 times, with a barrier between repetitions; reported are microseconds from the barrier to the last
+Each operator runs on all SMs, 200 times, with a barrier between repetitions; reported are microseconds from the barrier to the last
 SM's end: median over repetitions of the slowest and of the mean block. Repetitions go through layers of a cache larger than the L2.
 """
 
