@@ -1,4 +1,4 @@
-# make demo: a real model answers. make test: everything is checked. Both set up .venv first.
+# make demo: a real model answers. make test: everything is checked (the page of a trace only where there is a Chromium). Both set up .venv first.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin

@@ -1,6 +1,6 @@
-"""Time of attention alone on a GPU: `python benchmarks/cuda_kinds.py` prints one JSON line a measurement.
+"""Time of attention and sampling alone on a GPU: `python benchmarks/cuda_kinds.py` prints one JSON line a measurement.
 
-It runs on all SMs, 200 times, with a barrier between repetitions; reported are microseconds from the barrier to the last
+Each operator runs on all SMs, 200 times, with a barrier between repetitions; reported are microseconds from the barrier to the last
 SM's end: median over repetitions of the slowest and of the mean block. Repetitions go through layers of a cache larger than the L2.
 """
 
@@ -76,6 +76,7 @@ def sampling(vocab: int, batch: int, label: str, **options: float) -> None:
               parts=np.zeros((batch, parts * PART_COLUMNS), np.float32), values=np.zeros_like(logits))
     constants = {"vocab": vocab, "parts": parts, "slice": size}
     about = {"vocab": vocab, "batch": batch, "options": label}
+    report("logit_slices", m.run("logit_slices", constants, ("", "logits", "tops", "parts", "values"), spread(parts, SMS), REPEATS), **about)
     report("head behind its product", m.run("head", constants, ("input", "logits", "tops", "parts", "values"), spread(parts, SMS), REPEATS), **about)
     report("sample", m.run("sample", constants, ("logits", "choice", "parts", "values"), spread(batch, SMS), REPEATS), **about)
     report("advance", m.run("advance", constants, ("choice", "tops", "logits"), [(0, 1)], REPEATS), **about)

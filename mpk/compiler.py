@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpk import settings
 from mpk.codegen import graph_cache
+from mpk.codegen.layout import MAX_RANKS
 from mpk.errors import GraphError, RequestError, TargetError
 from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.models import registry
@@ -26,19 +27,22 @@ class Compiler:
     """Lowers and builds models for one target.
 
     target_hardware: a name that `mpk targets` lists, or "auto" (the first GPU that is described, else the CPU threads).
-    tensor_parallel_size: number of devices that share one model.
+    tensor_parallel_size: number of devices that share one model, 1 to 8; `lower_model` refuses a number that the model's sizes do not allow.
     enable_cross_op_pipelining: let weights be fetched ahead of the events that their task waits for.
     dtype: "bf16" or "f32", type of weights and key-value cache. max_rows: token rows of one step (prompts are read in chunks
-    of that many). max_batch: sequences of one call. workers: SMs or threads used (default: all of the target).
+    of that many). max_batch: sequences of one call. workers: SMs or threads used by each device (default: all of the target; on cpp, where
+    devices are groups of threads, an equal part of the processors). use_tuned: take the choices that `mpk tune` found for this model,
+    target and these options, where it did.
 
     Raises `TargetError` for an unknown target and for options the target does not have.
     """
 
     def __init__(self, target_hardware: str = "auto", tensor_parallel_size: int = 1, enable_cross_op_pipelining: bool = True,
-                 dtype: str = "bf16", max_rows: int | None = None, max_batch: int = 16, workers: int | None = None) -> None:
+                 dtype: str = "bf16", max_rows: int | None = None, max_batch: int = 16, workers: int | None = None, use_tuned: bool = True) -> None:
         if not isinstance(target_hardware, str):
             raise TargetError("target_hardware", expected="the name of a target, or 'auto'", actual=repr(target_hardware))
-        for name, value, optional in (("max_batch", max_batch, False), ("max_rows", max_rows, True), ("workers", workers, True)):
+        for name, value, optional in (("max_batch", max_batch, False), ("max_rows", max_rows, True),
+                                      ("tensor_parallel_size", tensor_parallel_size, False), ("workers", workers, True)):
             require_whole(name, value, optional=optional)
         if dtype not in ("bf16", "f32"):
             raise TargetError(f"dtype '{dtype}'", expected="bf16 or f32")
@@ -49,8 +53,8 @@ class Compiler:
             max_rows = target.max_rows
         if max_rows < max_batch:
             raise RequestError(f"max_rows {max_rows}", expected=f"at least max_batch ({max_batch})")
-        if tensor_parallel_size != 1:
-            raise TargetError(f"tensor_parallel_size {tensor_parallel_size}", expected="1", remedy="more devices are not supported yet")
+        if not 1 <= tensor_parallel_size <= MAX_RANKS:
+            raise RequestError(f"tensor_parallel_size {tensor_parallel_size}", expected=f"1 to {MAX_RANKS}")
         if max_rows > target.max_rows:
             raise RequestError(f"max_rows {max_rows}", expected=f"at most {target.max_rows} on target {target.name}")
         if target.backend == "cuda" and dtype != "bf16":
@@ -59,9 +63,11 @@ class Compiler:
             if not 1 <= workers <= target.max_workers:
                 raise TargetError(f"workers {workers}", expected=f"1 to {target.max_workers} on target {target.name}")
             target = target.with_workers(int(workers))
+        elif target.backend == "cpp":  # the ranks are groups of threads of one machine
+            target = target.with_workers(max(1, target.workers // int(tensor_parallel_size)))
         self.target = target
-        self.enable_cross_op_pipelining = enable_cross_op_pipelining
-        self.options = Options(max_rows=int(max_rows), max_batch=int(max_batch), dtype=dtype)
+        self.enable_cross_op_pipelining, self.use_tuned = enable_cross_op_pipelining, use_tuned
+        self.options = Options(max_rows=int(max_rows), max_batch=int(max_batch), dtype=dtype, tensor_parallel=int(tensor_parallel_size))
 
     def require_device(self) -> None:
         """Raise `TargetError` in one line where this machine lacks what the target runs on; lowering needs no device."""
@@ -74,16 +80,20 @@ class Compiler:
         "smollm2-135m-instruct", or what `mpk.frontend.load` returned. Weights are not read yet. Raises `ModelError`.
         """
         from mpk import frontend
+        from mpk.codegen import tuned
 
         loaded = model if isinstance(model, frontend.LoadedModel) else frontend.load(model)
+        options = tuned.find(loaded.config, self.target, self.options) if self.use_tuned else self.options
         tensors = registry.build_graph(loaded.config)
 
         def lower() -> SMTaskGraph:
-            return pipeline.lower(tensors, self.target, self.options)
+            return pipeline.lower(tensors, self.target, options)
 
         debugging = settings.dump_folder() is not None or settings.stop_after() is not None
-        graph = lower() if debugging else graph_cache.lowered(tensors, self.target, self.options, lower)
+        graph = lower() if debugging else graph_cache.lowered(tensors, self.target, options, lower)
         graph.model = loaded
+        if options != self.options:
+            graph.notes.append("tuned: choices that mpk tune found for this model and target")
         return graph
 
     def build(self, sm_graph: SMTaskGraph, model: Any = None, progress: Progress | None = None) -> Engine:
@@ -101,6 +111,8 @@ class Compiler:
             raise GraphError("build", expected="a graph that lower_model or SMTaskGraph.load returned", actual=type(sm_graph).__name__)
         if sm_graph.target != self.target.name:
             raise GraphError(f"graph lowered for target {sm_graph.target}", expected=self.target.name)
+        if sm_graph.ranks != self.options.tensor_parallel:
+            raise GraphError(f"graph lowered for {sm_graph.ranks} devices", expected=f"{self.options.tensor_parallel}, the compiler's tensor_parallel_size")
         source = model if model is not None else sm_graph.model
         if source is None:
             raise GraphError("graph without weights", remedy="pass the model: build(sm_graph, model=...)")

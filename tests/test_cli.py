@@ -62,7 +62,7 @@ def test_generate_streams_text_and_ends_with_a_summary(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("arguments", "text"), [
     (("generate", "--model", "/no/such/model"), "no model '/no/such/model'"),
-    (("generate", "--target", "h9000"), "target 'h9000'; known targets: auto, cpp, h100, h200"),
+    (("generate", "--target", "h9000"), "target 'h9000'; known targets: auto, a100-80g, b200, cpp, h100, h200, rtx5090"),
     (("generate", "--prompt", ""), "the prompt is empty"),
     (("generate", "--prompt", "a", "--prompt-file", "b"), "--prompt and --prompt-file, expected only one of them"),
     (("generate", "--prompt-file", "/no/such/file"), "prompt file /no/such/file"),
@@ -148,10 +148,10 @@ def test_trace_writes_pictures_of_every_operator_and_sums_them_up(tmp_path: Path
     assert sum(name == "l5.down" and arguments["first tile"] == 0 for _, name, _, _, _, arguments in slices) == 2
     report = json.loads(done.stdout)
     times = report["per_operator"]
-    assert times["gate_up"]["run_us"] > 0 and times["gate_up"]["bytes"] == 30 * 2 * 1536 * 576 * 2
+    assert times["gate_up"]["task_us"] > 0 and times["gate_up"]["bytes"] == 30 * 2 * 1536 * 576 * 2
     assert times["gate_up"]["gb_s"] == pytest.approx(times["gate_up"]["bytes"] / times["gate_up"]["active_us"] / 1e3, rel=0.01)
-    assert all(row["run_us"] <= row["active_us"] + 0.02 for row in times.values())
-    assert report["utilisation"] + sum(report["idle"].values()) == pytest.approx(1.0, abs=1e-3)
+    assert all(row["task_us"] <= row["active_us"] + 0.02 for row in times.values())
+    assert report["in_tasks"] + sum(report["idle"].values()) == pytest.approx(1.0, abs=1e-3)
     assert "SmolLM2" in page.read_text() or "smollm2" in page.read_text()
 
 

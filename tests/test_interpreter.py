@@ -121,8 +121,8 @@ def test_first_difference_names_operator_and_buffer() -> None:
     assert first_difference(program(), program(workers=7), one_step(), 1e-4) is None  # splits attention otherwise
     other = program()
     name = "model.layers.1.self_attn.o_proj.weight"
-    other._weights[name] = other.weight(name).copy()
-    other._weights[name][4, 2] += 0.5
+    other._weights[0, name] = other.weight(name).copy()
+    other._weights[0, name][4, 2] += 0.5
     found = first_difference(program(), other, one_step(), 1e-6)
     assert found is not None
     assert (found.operator, found.buffer) == ("l1.o", "x")

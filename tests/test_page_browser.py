@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mpk.simulate.page import write_page
@@ -48,6 +49,7 @@ def opened(chromium: Any, large: list[Timeline], tmp_path_factory: pytest.TempPa
 @pytest.fixture
 def page(opened: Any) -> Iterator[Any]:
     """The page as it is after opening; nothing may complain while a test uses it."""
+    opened.front()
     opened.evaluate("mpkPage.search.set(''), mpkPage.current && mpkPage.select(mpkPage.current, -1), mpkPage.setView(0, mpkPage.whole), window.scrollTo(0, 0)")
     opened.evaluate("mpkPage.panels[0].rows.focus({preventScroll: true})")
     opened.settle()
@@ -189,16 +191,48 @@ def test_pointing_at_a_span_tells_what_it_is_and_what_it_waited_for(page: Any) -
     assert page.evaluate("document.getElementById('detail').innerText").startswith("l5.qkv · task ")
 
 
+def test_the_other_timeline_can_be_aligned_with_a_task(page: Any, large: list[Timeline]) -> None:
+    page.evaluate("mpkPage.search.set('^l40.o$'), mpkPage.search.step(1), mpkPage.search.set('')")
+    page.key("a")
+    task = page.evaluate("mpkPage.panels[0].data.task[mpkPage.panels[0].selected]")
+    begins = [int(t.spans["begin_ns"][(t.spans["task"] == task) & (t.spans["phase"] == 0) & (t.spans["role"] == 0)][0]) for t in large]
+    assert page.evaluate("mpkPage.panels.map(p => p.shift)") == [0, begins[0] - begins[1]]
+    assert "moved by" in page.evaluate("document.querySelectorAll('.panel h3')[1].innerText")
+    page.evaluate("document.querySelectorAll('.panel h3 button')[0].click()")
+    page.settle()
+    assert page.evaluate("mpkPage.panels[1].shift") == 0
+
+
 def test_the_tables_hold_both_timelines_and_their_differences(page: Any, large: list[Timeline]) -> None:
     rows = page.evaluate("[...document.querySelectorAll('#operators tbody tr')].map(r => [...r.cells].map(c => c.innerText.trim()))")
     row = next(r for r in rows if r[0] == "gate_up")
-    runs = [float(r.replace(",", "")) for r in (row[3], row[7])]
-    assert row[1] == "linear" and row[2] == "10,560" and runs[1] > runs[0]
-    assert float(row[11].replace("+", "")) == pytest.approx(runs[1] - runs[0], abs=0.11)
+    times = [float(r.replace(",", "")) for r in (row[3], row[8])]
+    assert row[1] == "linear" and row[2] == "10,560" and times[1] > times[0]
+    assert float(row[13].replace("+", "")) == pytest.approx(times[1] - times[0], abs=0.11)
+    assert float(row[4]) > 0 and row[9] == "\u2013"  # what was starved is known of the simulated one only
     figures = page.evaluate("document.getElementById('figures').innerText")
     assert f"{large[0].duration_ns / 1e6:.3f}" in figures and f"{large[1].duration_ns / 1e6:.3f}" in figures
     assert f"{large[0].duration_ns / 5e6:.2f}" in figures  # times the floor of 5 ms
     assert "wait for weights" in page.evaluate("document.getElementById('idle').innerText")
+
+
+def test_one_of_several_devices_is_shown(chromium: Any, tmp_path: Path) -> None:
+    graph = layered_graph(4, 2)
+    parts = []
+    for device in range(3):
+        spans = list_schedule(graph, seed=device, slower=1.0 + device).spans.copy()
+        spans["device"] = device
+        parts.append(spans)
+    write_page([Timeline(graph, np.concatenate(parts), "simulated", 4, devices=3)], tmp_path / "devices.html")
+    page = chromium.open(tmp_path / "devices.html")
+    page.wait_for(READY)
+    choose = "(c => {{ c.value = '{}'; c.dispatchEvent(new Event('change')) }})(document.getElementById('device'))"
+    page.evaluate(choose.format(1) + ";" + choose.format(2))  # the second choice overtakes the first
+    page.wait_for(f"mpkPage.panels[0].data.end[0] === {int(parts[2]['end_ns'][0])}")
+    page.evaluate(choose.format(1))
+    page.wait_for(f"mpkPage.panels[0].data.count === {len(parts[1])} && mpkPage.panels[0].data.end.at(-1) === {int(parts[1]['end_ns'][-1])}")
+    page.evaluate("mpkPage.search.set('advance')")
+    assert page.evaluate("mpkPage.search.summary") == "1 operator, 1 task, 1 run" and page.complaints() == []
 
 
 def test_dark_screens_and_small_windows_are_served(chromium: Any, tmp_path: Path) -> None:

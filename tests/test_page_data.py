@@ -115,7 +115,7 @@ def test_two_timelines_share_a_graph_and_stand_side_by_side_in_the_table(tmp_pat
     for row in manifest["operators"]:
         for figures, t in zip(row["figures"], pair, strict=True):
             expected = next(r for r in analysis.per_operator(t) if r.name == row["name"])
-            assert figures["run_us"] == pytest.approx(expected.run_us, abs=1e-3) and figures["gb_s"] == pytest.approx(expected.gb_s, abs=0.01)
+            assert figures["task_us"] == pytest.approx(expected.task_us, abs=1e-3) and figures["gb_s"] == pytest.approx(expected.gb_s, abs=0.01)
     assert manifest["operators"][0]["name"] == "gate_up"  # what takes most comes first
     run = spans_of(manifest["timelines"][1]["devices"][0], blocks["t1d0"])
     run = run[(run["phase"] == RUN) & (run["task"] >= 0)]

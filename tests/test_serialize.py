@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mpk.errors import GraphError
-from mpk.graph.serialize import from_text, to_text
+from mpk.graph.serialize import VERSION, from_text, to_text
 from mpk.graph.sm_task_graph import Allocation, Buffer, Region, SMTaskGraph
 from tests.support.graphs import random_graph, small_graph
 from tests.test_verify import wide_graph
@@ -89,8 +89,8 @@ def test_text_that_cannot_be_read_names_the_line(line: str, replacement: str) ->
 
 def test_text_of_another_version() -> None:
     text = to_text(small_graph())
-    with pytest.raises(GraphError, match="another version, expected 2, got 7; lower the model again"):
-        from_text(text.replace("version 2", "version 7", 1))
+    with pytest.raises(GraphError, match=f"another version, expected {VERSION}, got 7; lower the model again"):
+        from_text(text.replace(f"version {VERSION}", "version 7", 1))
     with pytest.raises(GraphError, match="text is no graph file"):
         from_text("something else 1\n")
     with pytest.raises(GraphError, match="line 1"):
@@ -112,9 +112,9 @@ def test_file_of_another_version(tmp_path: Path) -> None:
     path = tmp_path / "g"
     small_graph().save(str(path))
     with_header(path, version=99)
-    with pytest.raises(GraphError, match=r"has another version, expected 2, got 99; lower the model again and save its graph"):
+    with pytest.raises(GraphError, match=f"has another version, expected {VERSION}, got 99; lower the model again and save its graph"):
         SMTaskGraph.load(str(path))
-    with_header(path, version=2, format="something")
+    with_header(path, version=VERSION, format="something")
     with pytest.raises(GraphError, match="is no graph file"):
         SMTaskGraph.load(str(path))
 

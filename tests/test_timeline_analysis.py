@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpk.errors import InternalError
-from mpk.graph.sm_task_graph import SMTaskGraph
+from mpk.graph.sm_task_graph import Buffer, Region, SMTaskGraph
 from mpk.simulate import analysis
 from mpk.simulate.measured import measured
-from mpk.simulate.timeline import CONSUMER, LOADER, RUN, SPAN, WAIT_EVENT, WAIT_STEP, WAIT_WEIGHTS, Timeline
+from mpk.simulate.timeline import CONSUMER, LOADER, RUN, SPAN, WAIT_EVENT, WAIT_PEER, WAIT_STEP, WAIT_WEIGHTS, Timeline
 from tests.support.timelines import layered_graph, list_schedule
 
 RAW = np.dtype([("task", np.int32), ("phase", np.int32), ("begin_ns", np.int64), ("end_ns", np.int64)])
@@ -36,9 +36,23 @@ def test_time_by_operator_is_per_worker_and_rates_are_per_device_while_it_runs()
     assert [r.name for r in rows] == ["qkv"]
     row = per[0]
     assert (row.kind, row.tasks, row.bytes) == ("linear", 2, 80_000)
-    assert row.run_us == pytest.approx(2.5) and row.wait_us == {WAIT_EVENT: 0.25, WAIT_STEP: pytest.approx(0.2)}
+    assert row.run_us == row.task_us == pytest.approx(2.5) and row.before_us == pytest.approx(0.45) and row.wait_us == {WAIT_EVENT: 0.25, WAIT_STEP: pytest.approx(0.2)}
     assert row.active_us == pytest.approx(4.0)  # from 500 to 4500: not the 2.5 us of the mean worker
     assert row.gb_s == pytest.approx(20.0)
+
+
+def test_waits_for_weights_belong_to_the_task_that_needs_them() -> None:
+    graph, tasks = two_workers()
+    a, b = tasks["l0.gate_up"]
+    told_apart = timeline(graph, [(0, 0, CONSUMER, WAIT_EVENT, a, 0, 100, 0), (0, 0, CONSUMER, WAIT_WEIGHTS, a, 100, 700, 0), (0, 0, CONSUMER, RUN, a, 700, 1000, 0),
+                                  (0, 1, CONSUMER, WAIT_EVENT, b, 0, 100, 0), (0, 1, CONSUMER, RUN, b, 100, 300, 0)])
+    as_traced = timeline(graph, [(0, 0, CONSUMER, WAIT_EVENT, a, 0, 100, 0), (0, 0, CONSUMER, RUN, a, 100, 1000, 0),
+                                 (0, 1, CONSUMER, WAIT_EVENT, b, 0, 100, 0), (0, 1, CONSUMER, RUN, b, 100, 300, 0)])
+    x, y = analysis.per_operator(told_apart)[0], analysis.per_operator(as_traced)[0]
+    assert (x.task_us, x.active_us, x.gb_s, x.before_us) == (y.task_us, y.active_us, y.gb_s, y.before_us) == pytest.approx((0.55, 0.9, 488.9, 0.1), rel=1e-3)
+    assert x.run_us == pytest.approx(0.25) and y.run_us == pytest.approx(0.55)
+    assert analysis.in_tasks(told_apart) == analysis.in_tasks(as_traced) == pytest.approx(0.55)
+    assert analysis.knows_waits_inside(told_apart) and not analysis.knows_waits_inside(as_traced)
 
 
 def test_figures_are_of_one_step_and_one_device() -> None:
@@ -48,6 +62,15 @@ def test_figures_are_of_one_step_and_one_device() -> None:
     twice = [(d, 0, CONSUMER, RUN, a, begin, begin + 1000, 0) for d in (0, 1) for begin in (0, 5000)]
     one, four = analysis.per_operator(timeline(graph, once))[0], analysis.per_operator(timeline(graph, twice, steps=2, devices=2))[0]
     assert (four.run_us, four.active_us, four.bytes, four.gb_s) == (one.run_us, one.active_us, one.bytes, one.gb_s)
+
+
+def test_alike_devices_of_which_one_is_shown_count_once() -> None:
+    graph, tasks = two_workers()
+    rows = [(0, w, CONSUMER, RUN, tasks["l0.down"][w], 0, 1000, 0) for w in (0, 1)]
+    alone, of_eight = timeline(graph, rows), timeline(graph, rows, devices=8)
+    assert analysis.utilisation(of_eight) == analysis.utilisation(alone) == 1.0
+    assert analysis.per_operator(of_eight) == analysis.per_operator(alone)
+    assert analysis.bytes_per_step(of_eight) == analysis.bytes_per_step(alone) == (220_000, 0)
 
 
 def test_shares_of_time_add_up_with_what_no_span_covers() -> None:
@@ -130,6 +153,14 @@ def test_a_trace_becomes_a_timeline_of_the_chosen_steps() -> None:
     assert (t.spans["role"] == CONSUMER).all() and (t.spans["device"] == 0).all()
     everything = measured(graph, trace)
     assert (everything.steps, everything.duration_ns, len(everything.spans)) == (3, 360, sum(map(len, trace)))
+    late = [w.copy() for w in trace]  # a second device, whose clock is ahead by an hour
+    for w in late:
+        w["begin_ns"] += 3600 * 10**9
+        w["end_ns"] += 3600 * 10**9
+    both = measured(graph, [*trace, *late], first=1, steps=2, devices=2)
+    assert both.devices == 2 and both.duration_ns == 250
+    names = ["worker", "phase", "task", "begin_ns", "end_ns"]
+    assert both.spans[both.spans["device"] == 1][names].tolist() == both.spans[both.spans["device"] == 0][names].tolist() == t.spans[names].tolist()
     with pytest.raises(InternalError, match="the trace holds 3 steps, expected 4"):
         measured(graph, trace, first=2, steps=2)
     with pytest.raises(InternalError, match="a trace of 2 workers, expected 2 on each of 2 devices"):
@@ -143,3 +174,14 @@ def test_a_first_task_that_waits_for_events_too_has_a_wait_of_each_cause() -> No
     one = raw([(e0, 1, 0, 10), (e0, 1, 10, 25), (e0, 0, 25, 30), (advance, 0, 30, 40), (e0, 1, 40, 50), (e0, 1, 50, 60), (e0, 0, 60, 70), (advance, 0, 70, 80)])
     t = measured(graph, [one, raw([])])
     assert t.spans["phase"].tolist() == [WAIT_STEP, WAIT_EVENT, RUN, RUN] * 2
+
+
+def test_a_task_that_reads_what_devices_send_waits_for_a_peer() -> None:
+    graph, tasks = two_workers()
+    e0, q0, advance = tasks["embed"][0], tasks["l0.qkv"][0], tasks["advance"][0]
+    graph.buffers["parts"] = Buffer("parts", 4, "tokens", "peer", 4)
+    graph.tasks[q0].reads = (Region("parts", 0, 4),)
+    one = raw([(e0, 1, 0, 10), (e0, 0, 10, 20), (q0, 1, 20, 50), (q0, 0, 50, 60), (advance, 0, 60, 70)])
+    t = measured(graph, [one, raw([])])
+    assert t.spans["phase"].tolist() == [WAIT_STEP, RUN, WAIT_PEER, RUN, RUN]
+    assert analysis.per_operator(t)[1].task_us == pytest.approx(0.02)  # 40 ns by one of two workers

@@ -49,11 +49,12 @@ class CudaProgramBuilder(ProgramBuilder):
         operators = graph.tensor_graph.operators
         self.plans: dict[int, StagePlan] = {i: plan_stages(graph, op, by_op[i]) for i, op in enumerate(operators) if kind_of(op).cuda_form == "stages"}
 
-    def text(self, stages: int) -> str:
-        """The program's CUDA source, for a ring of so many stages."""
+    def text(self, stages: int, prompt: ProgramBuilder | None = None) -> str:
+        """The program's CUDA source, for a ring of so many stages; `prompt`: of the graph that reads prompts."""
+        prompts = prompt.variants if prompt is not None else []
         environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
         template = environment.from_string((cuda_source.TARGETS / "cuda" / "program.cu.j2").read_text())
-        return template.render(kinds=sorted({v.kind for v in self.variants}), variants=self.variants, stages=stages,
+        return template.render(kinds=sorted({v.kind for v in (*self.variants, *prompts)}), variants=self.variants, prompt_variants=prompts, stages=stages,
                                flagged=int(self.graph.flagged_bytes > 0))
 
     def cuda_tables(self) -> CudaTables:
@@ -61,54 +62,48 @@ class CudaProgramBuilder(ProgramBuilder):
         tables = self.tables()
         records = np.zeros(len(tables.instructions), layout.dtype("Record"))
         records["instruction"] = tables.instructions
-        waits: list[np.ndarray] = []
-        at = 0
-        for record in records:
-            instruction = record["instruction"]
-            begin, count = int(instruction["wait_begin"]), int(instruction["wait_count"])
-            mine = tables.waits[begin : begin + count]
-            mine = mine[mine["event"] != STEP_EVENT]  # every block waits for it before the step's first instruction
-            instruction["wait_begin"], instruction["wait_count"] = at, len(mine)
-            at += len(mine)
-            waits.append(mine)
-            inline = min(len(mine), layout.INLINE_EVENTS)
-            record["waits"][:inline] = mine[:inline]
-            if instruction["op"] == self.graph.tasks[-1].op:
-                instruction["signal_count"] = 0  # the step event, which `advance` alone signals, is the messages of the plan
-            begin, count = int(instruction["signal_begin"]), int(instruction["signal_count"])
-            inline = min(count, layout.INLINE_EVENTS)
-            record["signals"][:inline] = tables.signals[begin : begin + inline]
+        records["instruction"]["signal_count"][tables.instructions["op"] == self.graph.tasks[-1].op] = 0  # the plan's messages are the step event
+        for name, table in (("wait", tables.waits), ("signal", tables.signals)):
+            begin, count = tables.instructions[f"{name}_begin"], records["instruction"][f"{name}_count"]
+            for place in range(layout.INLINE_EVENTS):
+                has = count > place
+                records[f"{name}s"][has, place] = table[begin[has] + place]
         for queue, first in zip(self.graph.queues, tables.stream_begin, strict=False):
             for place, task in enumerate(queue):
                 records["apart"][first + place] = place == 0 or not self._overlap(queue[place - 1], task)
         loads, load_begin = self._loads()
-        all_waits = np.concatenate(waits) if waits else tables.waits
-        return CudaTables(records, tables.stream_begin, loads, load_begin, all_waits, tables.signals, self.graph.tasks[-1].worker)
+        return CudaTables(records, tables.stream_begin, loads, load_begin, tables.waits, tables.signals, self.graph.tasks[-1].worker)
+
+    def awaited(self, task: Task) -> list[int]:
+        """All but the step event, for which every block waits before the step's first instruction."""
+        return [e for e in super().awaited(task) if e != STEP_EVENT]
 
     def _overlap(self, before: int, task: int) -> bool:
         """Whether fast warps of a block may begin `task` while slow ones finish `before`: both kinds allow it, and all that they touch waits
         for itself (the order of a queue makes plain memory visible only because all threads meet)."""
         pair = (self.graph.tasks[before], self.graph.tasks[task])
-        return all(load_kinds()[t.kind].overlaps and all(self.graph.buffers[r.buffer].flagged for r in (*t.reads, *t.writes)) for t in pair)
+        return all(load_kinds()[t.kind].overlaps and all(self.graph.buffers[r.buffer].says_itself for r in (*t.reads, *t.writes)) for t in pair)
 
     def _loads(self) -> tuple[np.ndarray, np.ndarray]:
         rows: list[tuple[int, ...]] = []
         begin = [0]
+        bases = {op: self.matrix_offset(self.graph.tensor_graph.operators[op]) for op in self.plans}
         for queue in self.graph.queues:
             for place, t in enumerate(queue):
-                task = self.graph.tasks[t]
-                if task.op not in self.plans:
+                op = self.graph.tasks[t].op
+                if op not in self.plans:
                     continue
-                plan, base = self.plans[task.op], self.matrix_offset(self.graph.operator(task))
+                plan, base = self.plans[op], bases[op]
                 rows += [(base + r.offset, r.stride, r.count, plan.shape.bytes, place, 0) for r in plan.runs[t]]
             begin.append(len(rows))
         return np.array(rows, layout.dtype("LoadRun")), np.array(begin, np.int32)
 
 
-def compile_cuda_program(builder: CudaProgramBuilder, plan: KernelPlan) -> Cubin:
+def compile_cuda_program(builder: CudaProgramBuilder, plan: KernelPlan, prompt: ProgramBuilder | None = None) -> Cubin:
     """Machine code of the program, from the cache where it is there."""
     architecture = plan.architecture
-    text, headers = builder.text(plan.stages), cuda_source.headers(v.kind for v in builder.variants)
+    variants = [*builder.variants, *(prompt.variants if prompt is not None else [])]
+    text, headers = builder.text(plan.stages, prompt), cuda_source.headers(v.kind for v in variants)
     key = digest(text, architecture, *cuda_source.OPTIONS, str(version()), *(part for item in sorted(headers.items()) for part in item))
     store = Store("programs", ".cubin")
     entry = store.find(key)

@@ -11,6 +11,7 @@ from mpk.tasks import base
 TARGETS = Path(__file__).parent.parent / "targets"
 TASKS = Path(base.__file__).parent
 SHARED = ("context.hpp", "philox.hpp")  # headers of the C++ back end that both use
+USES = {"head": ("linear",), "logit_slices": ("head",)}  # kinds whose headers those of another include
 OPTIONS = ("--device-as-default-execution-space",)  # shared headers say nothing of host and device
 
 
@@ -25,7 +26,7 @@ def headers(kinds: Iterable[str]) -> dict[str, str]:
     for path in sorted((TARGETS / "cuda" / "include" / "mpk").iterdir()):
         out[f"mpk/{path.name}"] = path.read_text()
     named = set(kinds)
-    for kind in sorted({"linear", *named} if "head" in named else named):  # the head's product is that of `linear`
+    for kind in sorted(named.union(*(USES.get(kind, ()) for kind in named))):
         for path in sorted((TASKS / kind).glob("*.cuh")):
             out[f"{kind}/{path.name}"] = path.read_text()
     return out

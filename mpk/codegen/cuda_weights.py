@@ -71,9 +71,9 @@ class WeightLoader:
     def fill_random(self, seed: int) -> None:
         """Normal values of deviation 0.02 everywhere, one block over and over: for measurements."""
         values = np.random.default_rng(seed).standard_normal(RANDOM_BYTES // 2, np.float32) * np.float32(0.02)
-        block = to_bf16(values).view(np.uint8)
-        for offset in range(0, self.memory.size, RANDOM_BYTES):
-            self.memory.upload(block[: min(RANDOM_BYTES, self.memory.size - offset)], offset)
+        block = to_bf16(values).view(np.uint8)[: self.memory.size]
+        self.memory.upload(block)
+        self.memory.repeat(len(block))
 
     def _pieces(self) -> list[Piece]:
         """All matrices, once each, in pieces that fit a buffer."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 MAX_OPERANDS = 8
+MAX_RANKS = 8
 MAX_STOP_TOKENS = 16
 MAX_TOP_LOGPROBS = 20
 INLINE_EVENTS = 4  # waits and signals that stand beside an instruction of a CUDA block
@@ -32,10 +33,10 @@ STRUCTS: dict[str, list[Field]] = {
         ("wait_count", "int32_t", 1),
         ("signal_begin", "int32_t", 1),
         ("signal_count", "int32_t", 1),
-        ("iargs", "int32_t", 2),  # kind-specific, e.g. share and number of shares
+        ("iargs", "int32_t", 2),  # kind-specific (TaskKind.arguments), e.g. which message of how many
         ("weights", "int64_t", 1),  # byte offset of the operator's packed matrix, -1: none
         ("params", "int64_t", 1),  # byte offset of the operator's packed float32 parameters (norms, biases), -1: none
-        ("operand", "int64_t", MAX_OPERANDS),  # byte offsets in the arena, in the order of TaskKind.operands, -1: unused
+        ("operand", "int64_t", MAX_OPERANDS),  # byte offsets in the arena (peer buffers: in peer memory), in the order of TaskKind.operands, -1: unused
     ],
     "Wait": [("event", "int32_t", 1), ("count", "int32_t", 1)],  # value needed in step s (from 1): count * s
     "Signal": [("event", "int32_t", 1), ("amount", "int32_t", 1)],
@@ -121,6 +122,13 @@ STRUCTS: dict[str, list[Field]] = {
         ("stall_limit_ns", "int64_t", 1),
         ("num_events", "int32_t", 1),
         ("spin_limit", "int32_t", 1),  # polls before a waiting worker begins to yield its processor
+        ("rank", "int32_t", 1),  # of this run among those that share the model
+        ("ranks", "int32_t", 1),
+        ("peers", "uint64_t", 1),  # uint64 [ranks]: addresses of the peer memory of every rank, this one's too; 0: there is one rank
+        ("group_stop", "uint64_t", 1),  # int32 that all ranks of the process see, not 0: one of them gave up; 0: not there
+        ("halt_step", "int64_t", 1),  # worker 0 stops working in this step, for tests of the watchdog; 0: never
+        ("flag_base", "uint32_t", 1),  # what the flags of this run start from
+        ("halt_reserved", "int32_t", 1),
     ],
     # What the CUDA kernel needs besides `Launch`. Addresses are of device memory.
     "Kernel": [
@@ -135,8 +143,20 @@ STRUCTS: dict[str, list[Field]] = {
         ("stages", "int32_t", 1),
         ("flight_bytes", "int32_t", 1),
         ("flight_idle_bytes", "int32_t", 1),
+        ("peers", "uint64_t", MAX_RANKS),  # addresses of the peer memory of every rank
         ("pipelining", "int32_t", 1),  # 0: weights are fetched only once their instruction's events have come
-        ("reserved", "int32_t", 1),
+        # Of the graph that reads prompts; zeros where the program has none.
+        ("prompt_planner", "int32_t", 1),  # the block that runs `prompt_advance`, and plans the first prompt step
+        ("prompt_records", "uint64_t", 1),  # Record [all blocks]
+        ("prompt_stream_begin", "uint64_t", 1),  # int32 [blocks + 1]
+        ("prompt_step", "uint64_t", 1),  # Step: what the present prompt step computes
+        ("places", "uint64_t", 1),  # int64: byte offsets of the stages of packed matrices, matrix by matrix
+        ("prompt_event", "int32_t", 1),  # its value is the number of prompt steps planned so far
+        ("prompt_over", "int32_t", 1),  # 1 once prompts are read
+        ("prompt_task", "int32_t", 1),  # that who waits for a prompt step reports
+        ("prompt_rows", "int32_t", 1),  # most of a step
+        ("prompt_room", "int32_t", 1),  # rows that buffers have
+        ("prompt_least", "int32_t", 1),  # tokens that are worth a prompt step
     ],
     # Stages of packed weights that one instruction uses one after the other: `count` times `bytes`, `stride` apart.
     "LoadRun": [
@@ -170,7 +190,7 @@ STRUCTS: dict[str, list[Field]] = {
         ("worker", "int32_t", 1),
         ("task", "int32_t", 1),
         ("event", "int32_t", 1),
-        ("reserved", "int32_t", 1),
+        ("peer", "int32_t", 1),  # 1 + the rank whose part of a message did not come; 0: it is an event
         ("expected", "int64_t", 1),
         ("seen", "int64_t", 1),
         ("step", "int64_t", 1),

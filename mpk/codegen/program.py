@@ -84,21 +84,28 @@ class ProgramBuilder:
     def tables(self) -> Tables:
         """Streams, waits and signals of all workers; needs queues, events, arena and offsets."""
         graph = self.graph
-        order = [t for queue in graph.queues for t in queue]
-        instructions = np.zeros(len(order), layout.dtype("Instruction"))
-        prefetch = np.zeros(len(order), layout.dtype("Prefetch"))
-        waits: list[tuple[int, int]] = []
-        signals: list[tuple[int, int]] = []
+        order = [graph.tasks[t] for queue in graph.queues for t in queue]
         places = [self._placement(op) for op in graph.tensor_graph.operators]
-        for row, t in enumerate(order):
-            task = graph.tasks[t]
-            counters, signalled = self.counters(task.waits), self.counters(task.signals)
-            self._instruction(instructions[row : row + 1], task, places[task.op], (len(waits), len(counters)), (len(signals), len(signalled)))
-            prefetch[row] = self._prefetch(task, places[task.op])
-            waits += [(e, graph.events[e].threshold) for e in counters]
-            signals += [(e, 1) for e in signalled]
+        ops = np.fromiter((t.op for t in order), np.int64, len(order))
+        out = np.zeros(len(order), layout.dtype("Instruction"))
+        out["task"], out["op"] = [t.id for t in order], ops
+        out["tile_begin"], out["tile_end"] = [t.tile_begin for t in order], [t.tile_end for t in order]
+        out["opcode"] = np.array(self.opcodes)[ops]
+        out["layer"] = np.array([op.layer for op in graph.tensor_graph.operators])[ops]
+        out["weights"], out["params"] = np.array([p.weights for p in places])[ops], np.array([p.params for p in places])[ops]
+        out["iargs"] = np.array([p.arguments for p in places])[ops]
+        out["operand"] = np.array([p.operands + [-1] * (layout.MAX_OPERANDS - len(p.operands)) for p in places])[ops]
+        waits, signals = [self.awaited(t) for t in order], [self.counters(t.signals) for t in order]
+        out["wait_begin"], out["wait_count"] = _ranges(waits)
+        out["signal_begin"], out["signal_count"] = _ranges(signals)
+        prefetch = np.array([self._prefetch(t, places[t.op]) for t in order], layout.dtype("Prefetch"))
         begin = np.cumsum([0, *(len(q) for q in graph.queues)], dtype=np.int32)
-        return Tables(instructions, begin, np.array(waits, layout.dtype("Wait")), np.array(signals, layout.dtype("Signal")), prefetch)
+        return Tables(out, begin, np.array([(e, graph.events[e].threshold) for row in waits for e in row], layout.dtype("Wait")),
+                      np.array([(e, 1) for row in signals for e in row], layout.dtype("Signal")), prefetch)
+
+    def awaited(self, task: Task) -> list[int]:
+        """Counters that the task's instruction waits for."""
+        return self.counters(task.waits)
 
     def counters(self, events: Sequence[int]) -> list[int]:
         """Those of `events` that are counters; the others stand for data that is its own flag."""
@@ -113,23 +120,15 @@ class ProgramBuilder:
         buffers = kind.buffers(op, tensors)
         if len(kind.operands) > layout.MAX_OPERANDS:
             raise InternalError(f"task kind {kind.name} has {len(kind.operands)} operands, at most {layout.MAX_OPERANDS} fit")
-        operands = [graph.arena[buffers[n]].offset if n in buffers and buffers[n] in graph.arena else -1 for n in kind.operands]
+        places = {**graph.arena, **graph.peers}
+        operands = [places[buffers[n]].offset if n in buffers and buffers[n] in places else -1 for n in kind.operands]
         packed = matrix_bytes(kind, op, graph)
         tiles = kind.tiles(op, tensors)
         streamed = packed > 0 and kind.cost(op, tensors, 0, tiles, graph.dtype).weight_bytes >= packed
         gathered = kind.gathered(op)
         weights = graph.weight_offsets[gathered] if gathered else self.matrix_offset(op) if packed else -1
-        return _Placement(weights, graph.param_offsets.get(op.name, -1), operands, packed // tiles if streamed and not gathered else 0, int(bool(gathered)))
-
-    def _instruction(self, out: np.ndarray, task: Task, place: _Placement, waits: tuple[int, int], signals: tuple[int, int]) -> None:
-        out["opcode"], out["task"], out["op"] = self.opcodes[task.op], task.id, task.op
-        out["layer"] = self.graph.operator(task).layer
-        out["tile_begin"], out["tile_end"] = task.tile_begin, task.tile_end
-        out["wait_begin"], out["wait_count"] = waits
-        out["signal_begin"], out["signal_count"] = signals
-        out["weights"], out["params"] = place.weights, place.params
-        out["iargs"][:, 0] = place.gathers
-        out["operand"] = place.operands + [-1] * (layout.MAX_OPERANDS - len(place.operands))
+        return _Placement(weights, graph.param_offsets.get(op.name, -1), operands, packed // tiles if streamed and not gathered else 0,
+                          (1, 0) if gathered else kind.arguments(op))
 
     def _prefetch(self, task: Task, place: _Placement) -> tuple[int, int]:
         if not place.tile_bytes:
@@ -138,16 +137,22 @@ class ProgramBuilder:
         return place.weights + task.tile_begin * place.tile_bytes, min(size, PREFETCH_BYTES)
 
 
+def _ranges(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Where each row begins when all stand one after the other, and how long it is."""
+    count = np.fromiter((len(row) for row in rows), np.int64, len(rows))
+    return np.cumsum(count) - count, count
+
+
 @dataclass(frozen=True)
 class _Placement:
-    """Where an operator's memory is. `tile_bytes`: packed weights of a tile, 0 where tasks do not stream theirs. `gathers`: 1 if `weights` is
-    the matrix whose rows are the input."""
+    """Where an operator's memory is: operands in the arena, or in peer memory where the kind says so. `tile_bytes`: packed weights of a tile, 0
+    where tasks do not stream theirs. `arguments`: of the instruction; (1, 0) if `weights` is the matrix whose rows are the input."""
 
     weights: int
     params: int
     operands: list[int]
     tile_bytes: int
-    gathers: int
+    arguments: tuple[int, int]
 
 
 def constant(name: str, value: Scalar) -> str:

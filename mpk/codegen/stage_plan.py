@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -51,6 +52,11 @@ def plan_stages(graph: SMTaskGraph, op: Operator, tasks: Sequence[Task]) -> Stag
     place = np.empty((sum(t.tile_end - t.tile_begin for t in ordered), shape.count), np.int64)
     for task in ordered:
         addresses = np.concatenate([r.offset + np.arange(r.count, dtype=np.int64) * r.stride for r in runs[task.id]])
-        order = np.array(stage_order(task.tile_end - task.tile_begin, shape.count))
+        order = _order(task.tile_end - task.tile_begin, shape.count)
         place[task.tile_begin + order[:, 0], order[:, 1]] = addresses
     return StagePlan(shape, runs, place)
+
+
+@cache
+def _order(tiles: int, count: int) -> np.ndarray:
+    return np.array(stage_order(tiles, count))

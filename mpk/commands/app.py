@@ -1,4 +1,4 @@
-"""The application: `mpk generate`, `bench`, `inspect`, `verify`, `trace`, `targets`. Each command is one file beside this one."""
+"""The application: `mpk generate`, `bench`, `inspect`, `verify`, `simulate`, `tune`, `trace`, `targets`. Each command is one file beside this one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mpk import __version__
-from mpk.commands import bench, generate, inspect, targets, trace, verify
+from mpk.commands import bench, generate, inspect, simulate, targets, trace, tune, verify
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -27,5 +27,7 @@ app.command("generate")(generate.command)
 app.command("bench")(bench.command)
 app.command("inspect")(inspect.command)
 app.command("verify")(verify.command)
+app.command("simulate")(simulate.command)
+app.command("tune")(tune.command)
 app.command("trace")(trace.command)
 app.command("targets")(targets.command)

@@ -33,7 +33,7 @@ def command(
     target: Annotated[str, typer.Option(help="auto, cpp, or another target that `mpk targets` lists.")] = "auto",
     batch: Annotated[str, typer.Option(help="Sequences in a step; several separated by commas.")] = "1",
     context: Annotated[str, typer.Option(help="Mean context of the measured steps in tokens; several separated by commas.")] = "512",
-    tp: Annotated[int, typer.Option(help="Devices that share the model.")] = 1,
+    tp: Annotated[int, typer.Option(help="Devices that share the model (on cpp: groups of threads), 1 to 8.")] = 1,
     dtype: Annotated[str, typer.Option(help="Type of weights and key-value cache: bf16 or f32.")] = "bf16",
     workers: Annotated[int | None, typer.Option(help="Worker threads or SMs (default: all of the target).")] = None,
     repeats: Annotated[int, typer.Option(help="Generations measured for each line.")] = 3,
@@ -64,14 +64,15 @@ def command(
     for c in contexts:
         if c + STEPS // 2 + 1 > loaded.config.max_context or c <= STEPS // 2:
             raise RequestError(f"--context {c}", expected=f"{STEPS // 2 + 1} to {loaded.config.max_context - STEPS // 2 - 1} for {loaded.name}")
-    plans = {(b, c): decode_plan.with_mean_context(b, c, STEPS, compiler.options.max_rows) for b in batches for c in contexts}
+    least = compiler.target.prompt_least if tp == 1 else 0
+    plans = {(b, c): decode_plan.with_mean_context(b, c, STEPS, compiler.options.max_rows, least) for b in batches for c in contexts}
     for (b, c), plan in plans.items():
         if plan.context > loaded.config.max_context:
             raise RequestError(f"--batch {b} and --context {c}", actual=f"{plan.context} tokens in the sequence that is read first",
                                expected=f"at most {loaded.config.max_context} (the context of {loaded.name})")
     systems: dict[str, System] = {"mpk": _mpk(compiler, loaded, plans, quiet=json)}
     if against is not None:
-        systems[against] = peer_system(against, loaded.config, dtype, STEPS)
+        systems[against] = peer_system(against, loaded.config, dtype, STEPS, tp)
     for b in batches:
         for c in contexts:
             samples: dict[str, list[float]] = {name: [] for name in systems}
@@ -104,7 +105,11 @@ def floor_bytes(config: DecoderConfig, dtype: str, batch: int, context: int) -> 
 
 
 def _mpk(compiler: Any, loaded: LoadedModel, plans: Mapping[tuple[int, int], DecodePlan], quiet: bool) -> System:
-    engine, _ = build(compiler, loaded, quiet)
+    return decode_steps(build(compiler, loaded, quiet)[0], loaded, plans)
+
+
+def decode_steps(engine: Any, loaded: LoadedModel, plans: Mapping[tuple[int, int], DecodePlan]) -> System:
+    """A function that runs one generation of a plan with random tokens and returns milliseconds of its single decode steps."""
     instance = engine.create_instance(max_batch=max(b for b, _ in plans), max_context=max(plan.context for plan in plans.values()))
     rng = np.random.default_rng(0)
 

@@ -36,6 +36,7 @@ def command(
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
     dtype: Annotated[str, typer.Option(help="Type of weights and key-value cache: bf16 or f32.")] = "bf16",
     workers: Annotated[int | None, typer.Option(help="Worker threads or SMs (default: all of the target).")] = None,
+    tp: Annotated[int, typer.Option(help="Devices that share the model (on cpp: groups of threads), 1 to 8.")] = 1,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end-of-text tokens.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming text.")] = False,
 ) -> None:
@@ -45,7 +46,7 @@ def command(
 
     if prompt is not None and prompt_file is not None:
         raise RequestError("--prompt and --prompt-file", expected="only one of them")
-    compiler = Compiler(target, dtype=dtype, workers=workers)
+    compiler = Compiler(target, tensor_parallel_size=tp, dtype=dtype, workers=workers)
     compiler.require_device()
     loaded = frontend.load(model)
     if loaded.tokenizer is None:

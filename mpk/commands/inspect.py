@@ -22,6 +22,7 @@ def command(
     target: Annotated[str, typer.Option(help="Target to lower for (see `mpk targets`).")] = "auto",
     dtype: Annotated[str, typer.Option(help="Type of weights and key-value cache: bf16 or f32.")] = "bf16",
     workers: Annotated[int | None, typer.Option(help="Worker threads or SMs (default: all of the target).")] = None,
+    tp: Annotated[int, typer.Option(help="Devices that share the model (on cpp: groups of threads), 1 to 8.")] = 1,
     save: Annotated[Path | None, typer.Option(help="Write the task graph to this file (for `mpk verify`).")] = None,
     text: Annotated[bool, typer.Option("--text", help="Print the task graph as text, a line for each task and event.")] = False,
     picture: Annotated[Path | None, typer.Option(help="Write a picture (SVG) of one layer's graph to this file.")] = None,
@@ -38,7 +39,7 @@ def command(
         raise RequestError("--json and --text", expected="only one of them")
     if layer is not None and picture is None:
         raise RequestError(f"--layer {layer} without --picture", remedy="name the file of the picture with --picture")
-    compiler = Compiler(target, dtype=dtype, workers=workers)
+    compiler = Compiler(target, tensor_parallel_size=tp, dtype=dtype, workers=workers)
     loaded = frontend.load(model, shapes=True)
     started = time.perf_counter()
     graph = compiler.lower_model(loaded)
@@ -97,6 +98,8 @@ def _print(report: dict[str, Any]) -> None:
         table.add_row(kind, str(count), str(report["tasks_per_kind"].get(kind, 0)))
     table.add_row("all", str(report["operators"]), str(report["tasks"]))
     console.print(table)
+    if report["ranks"] > 1:
+        console.print(f"{'ranks':14} {report['ranks']}, each with these tasks and its part of the weights, {report['peer_bytes'] / 1e6:.1f} MB for messages")
     rows = [
         ("events", f"{report['events']} (before fusion {report['events_before_fusion']}), {report['signals']} signals, "
                    f"{report['waits']} waits"),

@@ -17,7 +17,7 @@ def _describe(target: hardware.Target) -> dict[str, Any]:
     }
     return {
         "name": target.name, "backend": target.backend, "description": target.description, "workers": target.workers,
-        "runs": hardware.runs_here(target),
+        "runs": hardware.runs_here(target), "simulation_only": target.simulation_only,
         "figures": {k: {"value": f.value, "source": f.source, "date": f.date} for k, f in figures.items()},
     }
 
@@ -29,7 +29,9 @@ def command(json: Annotated[bool, typer.Option("--json", help="Print one JSON ar
         print_json(described)
         return
     for d in described:
-        state = "runs here" if d["runs"] else "described only: graphs can be lowered, inspected and verified"
+        state = "runs here" if d["runs"] else "described only: graphs can be lowered, inspected, verified and simulated"
+        if d["simulation_only"]:
+            state = "no program is generated for it: graphs can be lowered, inspected, verified and simulated"
         print(f"{d['name']}: {d['description']}, {d['workers']} workers ({state})")
         for key, f in d["figures"].items():
             print(f"  {key:24} {f['value']:>10g}  {f['source']} ({f['date']})")

@@ -21,13 +21,15 @@ def command(
     loaded = SMTaskGraph.load(str(graph))
     fault = find_fault(loaded)
     if json:
-        report: dict[str, object] = {"graph": str(graph), "valid": fault is None, "tasks": len(loaded.tasks), "events": len(loaded.events)}
+        report: dict[str, object] = {"graph": str(graph), "valid": fault is None, "tasks": len(loaded.tasks), "events": len(loaded.events),
+                                     "ranks": loaded.ranks}
         if fault is not None:
             report |= {"kind": fault.kind, "message": fault.message, "fault_tasks": list(fault.tasks), "fault_events": list(fault.events),
                        "fault_regions": [list(r) for r in fault.regions]}
         print_json(report)
     elif fault is None:
-        print(f"{graph}: valid, {len(loaded.tasks)} tasks, {len(loaded.events)} events, {loaded.num_workers} workers")
+        print(f"{graph}: valid, {len(loaded.tasks)} tasks, {len(loaded.events)} events, {loaded.num_workers} workers"
+              + (f", {loaded.ranks} ranks" if loaded.ranks > 1 else ""))
     else:
         print(f"{graph}: refused: {fault.message}")
     if fault is not None:

@@ -1,6 +1,7 @@
 """Data hazards of a scheduled graph: accesses in conflict that the happens-before relation does not order.
 
-What is meant is the order of visibility (`mpk.graph.order`), but for flagged buffers: their words are written once a step, and whoever
+What is meant is the order of visibility (`mpk.graph.order`), but for messages between ranks and for flagged buffers: these say themselves
+that they have come, so there the order of execution is enough. Words of flagged buffers are written once a step, and whoever
 reads them waits for them, so there the order of execution is enough.
 
 Two accesses conflict if they touch the same memory and one of them writes. A first scan looks at each buffer by itself and
@@ -182,7 +183,7 @@ class _BufferScan:
         return fault
 
     def _needs(self, buffer: str) -> _Needs:
-        return self.flagged if self.graph.buffers[buffer].flagged else self.plain
+        return self.flagged if self.graph.buffers[buffer].says_itself else self.plain
 
     def _read(self, task: Task, region: Region) -> Fault | None:
         begin, end = self.columns.segments[region]
@@ -212,7 +213,7 @@ class _BufferScan:
         return None
 
     def _must_be_written(self, region: Region) -> bool:
-        return self.graph.buffers[region.buffer].kind == "activation"
+        return self.graph.buffers[region.buffer].kind in ("activation", "peer")
 
     def _write(self, task: Task, region: Region) -> Fault | None:
         begin, end = self.columns.segments[region]
@@ -222,7 +223,7 @@ class _BufferScan:
             return Fault("rewritten", f"rewritten: {describe(self.graph, task.id)} writes {show(region)}, which is flagged and which "
                          f"{describe(self.graph, int(before[0]))} has written in the same step", (int(before[0]), task.id), (region,))
         if len(before):
-            self.plain.tasks(("write-after-write", task.id, region), before)
+            self._needs(region.buffer).tasks(("write-after-write", task.id, region), before)
         if self.readers[region.buffer]:
             self._write_after_reads(task, region, begin, end)
         writers[:] = task.id

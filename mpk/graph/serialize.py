@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from mpk.errors import GraphError, ModelError
 from mpk.graph.sm_task_graph import Allocation, Buffer, Cost, Event, MachineLimits, Region, SMTaskGraph, Task
-from mpk.graph.tensor_graph import Operator, TensorGraph, Value, Weight
+from mpk.graph.tensor_graph import Operator, Shard, TensorGraph, Value, Weight
 from mpk.models.config import DecoderConfig
 
 FORMAT = "mpk.SMTaskGraph"
-VERSION = 2
+VERSION = 3
 REMEDY = "lower the model again and save its graph"
 
 Columns = dict[str, NDArray[Any]]
@@ -87,17 +87,29 @@ def _header(graph: SMTaskGraph) -> dict[str, Any]:
     tensors = graph.tensor_graph
     return {
         "format": FORMAT, "version": VERSION, "target": graph.target, "num_workers": graph.num_workers, "max_rows": graph.max_rows,
-        "dtype": graph.dtype, "config": tensors.config.to_json(),
+        "dtype": graph.dtype, "ranks": graph.ranks, "config": tensors.config.to_json(),
         "values": [[v.name, v.columns, v.rows, v.kind, v.element_bytes, v.flagged] for v in tensors.values.values()],
-        "weights": [[w.name, list(w.shape)] for w in tensors.weights.values()],
+        "weights": [_weight_row(w) for w in tensors.weights.values()],
         "operators": [_operator_row(op) for op in tensors.operators],
         "buffers": [[b.name, b.columns, b.rows, b.kind, b.element_bytes, b.flagged] for b in graph.buffers.values()],
         "arena": [[name, *place] for name, place in graph.arena.items()], "arena_bytes": graph.arena_bytes,
+        "peers": [[name, *place] for name, place in graph.peers.items()], "peer_bytes": graph.peer_bytes,
         "flagged_begin": graph.flagged_begin, "flagged_bytes": graph.flagged_bytes,
         "weight_offsets": graph.weight_offsets, "weight_bytes": graph.weight_bytes, "param_offsets": graph.param_offsets,
         "limits": asdict(graph.limits) if graph.limits else None, "notes": graph.notes,
-        "events_before_fusion": graph.events_before_fusion,
+        "events_before_fusion": graph.events_before_fusion, "flight": graph.flight,
     }
+
+
+def _weight_row(weight: Weight) -> list[Any]:
+    """Name and shape; axis, starts and whole shape of what a rank holds, where ranks share the tensor."""
+    shard = weight.shard
+    return [weight.name, list(weight.shape), *([shard.axis, list(shard.starts), list(shard.whole)] if shard else [])]
+
+
+def _weight(name: str, shape: list[int], *shard: Any) -> Weight:
+    axis, starts, whole = shard or (0, (), ())
+    return Weight(name, tuple(shape), Shard(axis, tuple(starts), tuple(whole)) if shard else None)
 
 
 def _operator_row(op: Operator) -> list[Any]:
@@ -109,17 +121,21 @@ def _graph(header: dict[str, Any]) -> SMTaskGraph:
     """The graph without tasks, events and queues."""
     tensors = TensorGraph(DecoderConfig.from_json(header["config"]))
     tensors.values = {row[0]: Value(*row) for row in header["values"]}
-    tensors.weights = {name: Weight(name, tuple(shape)) for name, shape in header["weights"]}
+    tensors.weights = {row[0]: _weight(*row) for row in header["weights"]}
     tensors.operators = [_operator(*row) for row in header["operators"]]
-    graph = SMTaskGraph(tensors, header["target"], header["num_workers"], header["max_rows"], header["dtype"])
+    graph = SMTaskGraph(tensors, header["target"], header["num_workers"], header["max_rows"], header["dtype"],
+                        header["ranks"])
     graph.buffers = {row[0]: Buffer(*row) for row in header["buffers"]}
     graph.arena = {name: Allocation(offset, size) for name, offset, size in header["arena"]}
     graph.arena_bytes, graph.flagged_begin, graph.flagged_bytes = header["arena_bytes"], header["flagged_begin"], header["flagged_bytes"]
+    graph.peers = {name: Allocation(offset, size) for name, offset, size in header["peers"]}
+    graph.peer_bytes = header["peer_bytes"]
     graph.weight_offsets, graph.weight_bytes = dict(header["weight_offsets"]), header["weight_bytes"]
     graph.param_offsets = dict(header["param_offsets"])
     graph.limits = MachineLimits(**header["limits"]) if header["limits"] else None
     graph.events_before_fusion = header["events_before_fusion"]
     graph.notes = list(header["notes"])
+    graph.flight = tuple(header["flight"]) if header.get("flight") else None
     return graph
 
 

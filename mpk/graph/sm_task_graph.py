@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 from mpk.errors import InternalError
 from mpk.graph.tensor_graph import Operator, TensorGraph
 
+STEP_CLOSERS = ("advance", "prompt_advance")  # kinds of the task that ends a step and raises the step event
+
 
 class Region(NamedTuple):
     """Columns [begin, end) of all rows of a buffer. Rows are not split: a task treats every row of the step."""
@@ -77,7 +79,10 @@ class Event:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Memory of an activation, of state, or of the key-value cache; `row_bytes` is columns times the element size. `flagged`: see `Value`."""
+    """Memory of an activation, of state, of the key-value cache, or of messages between ranks; `row_bytes` is columns times the element size.
+
+    `flagged`: see `Value`.
+    """
 
     name: str
     columns: int
@@ -89,6 +94,11 @@ class Buffer:
     @property
     def row_bytes(self) -> int:
         return self.columns * self.element_bytes
+
+    @property
+    def says_itself(self) -> bool:
+        """Whether its words say themselves that they have been written, so that readers wait for them: flagged buffers, and messages between ranks."""
+        return self.flagged or self.kind == "peer"
 
 
 class Allocation(NamedTuple):
@@ -110,19 +120,26 @@ class MachineLimits:
 
 @dataclass
 class SMTaskGraph:
-    """Tasks, events, queues and the memory plan of one step of a model on one device."""
+    """Tasks, events, queues and the memory plan of one step of a model on one device.
+
+    With `ranks` > 1 every one of so many devices runs this graph, each with its part of the weights; buffers of kind "peer" are
+    written by all of them, in the memory of all of them.
+    """
 
     tensor_graph: TensorGraph
     target: str
     num_workers: int
     max_rows: int
     dtype: str = "bf16"
+    ranks: int = 1
     tasks: list[Task] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     queues: list[list[int]] = field(default_factory=list)
     buffers: dict[str, Buffer] = field(default_factory=dict)
     arena: dict[str, Allocation] = field(default_factory=dict)
     arena_bytes: int = 0
+    peers: dict[str, Allocation] = field(default_factory=dict)  # places of buffers of kind "peer" in a rank's peer memory
+    peer_bytes: int = 0
     flagged_begin: int = 0  # part of the arena with the first copy of all flagged buffers; the second follows `flagged_bytes` behind it
     flagged_bytes: int = 0
     weight_offsets: dict[str, int] = field(default_factory=dict)  # packed matrices: TaskKind.packed_key -> byte offset
@@ -131,6 +148,7 @@ class SMTaskGraph:
     limits: MachineLimits | None = None
     events_before_fusion: int = 0  # tasks that another task needs: one event each, if none were fused
     notes: list[str] = field(default_factory=list)  # what each pass did or declined, one line each, with numbers
+    flight: tuple[int, int] | None = field(default=None, compare=False)  # bytes on their way of a launch, where not the target's own
     proof: str = field(default="", repr=False, compare=False)  # fingerprint of the contents that `verify` proved; not saved
     model: Any = field(default=None, repr=False, compare=False)  # where the weights come from (mpk.frontend.LoadedModel); not saved
     # task -> sets of tasks it needs, before event fusion makes events of them (tasks with the same needs share a set)
@@ -186,7 +204,7 @@ class SMTaskGraph:
         The event that `advance` raises counts as fired: the host raises it before the first step.
         """
         done = set(completed)
-        armed = {e.id for e in self.events if any(self.tasks[p].kind == "advance" for p in e.producers)}
+        armed = {e.id for e in self.events if any(self.tasks[p].kind in STEP_CLOSERS for p in e.producers)}
         count = [0] * len(self.events)
         for t in done:
             for e in self.tasks[t].signals:
@@ -215,8 +233,10 @@ class SMTaskGraph:
             "waits": sum(len(t.waits) for t in self.tasks),
             "signals": sum(len(t.signals) for t in self.tasks),
             "workers": self.num_workers,
+            "ranks": self.ranks,
             "weight_bytes": sum(t.cost.weight_bytes for t in self.tasks),
             "arena_bytes": self.arena_bytes,
+            "peer_bytes": self.peer_bytes,
             "critical_path_tasks": self.critical_path_length(),
         }
 

@@ -18,7 +18,10 @@ Scalar = bool | int | float | str
 
 @dataclass(frozen=True)
 class Value:
-    """An activation: [rows, columns]. `kind`: activation, state (lives across steps) or cache (key-value cache).
+    """An activation: [rows, columns]. `kind`: activation, state (lives across steps), cache (key-value cache) or peer.
+
+    `peer`: memory of every rank into which all ranks write. Column c stands for column c of the parts that the ranks send, which
+    stand side by side there; an element is one word of each of them.
 
     `element_bytes`: 4 for what must be float32 (or int32) on every target; 0: as wide as the target keeps activations. `flagged`: every
     word says itself whether it has been written in this step, so that readers need no event.
@@ -33,11 +36,27 @@ class Value:
 
 
 @dataclass(frozen=True)
+class Shard:
+    """The part of a tensor that a rank holds: from `starts[rank]` along `axis`; what lies beyond the tensor is zero.
+
+    `whole`: the tensor's shape in the source. Parts may overlap (replicated heads) and be empty (a bias that one rank adds).
+    """
+
+    axis: int
+    starts: tuple[int, ...]
+    whole: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Weight:
-    """A parameter of the model: its name in the source and its shape there ([out, in] for a matrix)."""
+    """A parameter of the model: its name in the source and its shape there ([out, in] for a matrix).
+
+    With a `shard` every rank holds a part, and `shape` is that of the part, the same on all ranks.
+    """
 
     name: str
     shape: tuple[int, ...]
+    shard: Shard | None = None
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,13 @@ from typing import Any
 from mpk.errors import GraphError
 from mpk.graph.sm_task_graph import Cost, Event, Region, SMTaskGraph, Task
 
-SCALARS = ("target", "num_workers", "max_rows", "dtype", "arena_bytes", "flagged_begin", "flagged_bytes", "weight_bytes", "events_before_fusion")
+SCALARS = ("target", "num_workers", "max_rows", "dtype", "ranks", "arena_bytes", "flagged_begin", "flagged_bytes", "peer_bytes", "weight_bytes",
+           "events_before_fusion")
 _PLAIN = re.compile(r"[A-Za-z_][\w.+/-]*")
 _RESERVED = ("true", "false", "null")
 _REGION = re.compile(r'(?:("(?:[^"\\]|\\.)*")|([^\[\],"]+))\[(-?\d+):(-?\d+)\](?:,|$)')
 
+_SHARD = ("axis", "starts", "whole")  # of a weight that ranks share
 Fill = Callable[[SMTaskGraph], None]
 
 
@@ -53,11 +55,12 @@ def write(graph: SMTaskGraph, header: dict[str, Any]) -> str:
     lines += [_line("set", key, value=header[key]) for key in SCALARS]
     lines += [_line("limits", "-", value=header["limits"]), _line("config", "-", value=header["config"])]
     lines += [_line("value", n, columns=c, rows=r, kind=k, element_bytes=e, flagged=f) for n, c, r, k, e, f in header["values"]]
-    lines += [_line("weight", n, shape=s) for n, s in header["weights"]]
+    lines += [_line("weight", n, shape=s, **dict(zip(_SHARD, shard, strict=False))) for n, s, *shard in header["weights"]]
     lines += [_line("operator", n, kind=k, inputs=list(i), outputs=list(o), weights=w, attrs=a, layer=layer)
               for n, k, i, o, w, a, layer in header["operators"]]
     lines += [_line("buffer", n, columns=c, rows=r, kind=k, element_bytes=e, flagged=f) for n, c, r, k, e, f in header["buffers"]]
     lines += [_line("place", n, offset=o, size=s) for n, o, s in header["arena"]]
+    lines += [_line("peer", n, offset=o, size=s) for n, o, s in header["peers"]]
     lines += [_line("matrix", n, offset=o) for n, o in header["weight_offsets"].items()]
     lines += [_line("params", n, offset=o) for n, o in header["param_offsets"].items()]
     for t in graph.tasks:
@@ -81,7 +84,7 @@ class _Reader:
     """Collects the header and the tasks, events and queues line by line."""
 
     def __init__(self) -> None:
-        self.header: dict[str, Any] = {"values": [], "weights": [], "operators": [], "buffers": [], "arena": [], "weight_offsets": {},
+        self.header: dict[str, Any] = {"values": [], "weights": [], "operators": [], "buffers": [], "arena": [], "peers": [], "weight_offsets": {},
                                        "param_offsets": {}, "notes": []}
         self.tasks: list[Task] = []
         self.events: list[Event] = []
@@ -118,7 +121,7 @@ class _Reader:
         self.header["values"].append(self._row(name, f, "columns", "rows", "kind", "element_bytes", "flagged"))
 
     def _weight(self, name: str, f: dict[str, str]) -> None:
-        self.header["weights"].append(self._row(name, f, "shape"))
+        self.header["weights"].append(self._row(name, f, "shape", *(k for k in _SHARD if k in f)))
 
     def _operator(self, name: str, f: dict[str, str]) -> None:
         self.header["operators"].append(self._row(name, f, "kind", "inputs", "outputs", "weights", "attrs", "layer"))
@@ -128,6 +131,9 @@ class _Reader:
 
     def _place(self, name: str, f: dict[str, str]) -> None:
         self.header["arena"].append(self._row(name, f, "offset", "size"))
+
+    def _peer(self, name: str, f: dict[str, str]) -> None:
+        self.header["peers"].append(self._row(name, f, "offset", "size"))
 
     def _matrix(self, name: str, f: dict[str, str]) -> None:
         self.header["weight_offsets"][name] = int(f["offset"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -143,3 +143,9 @@ class DecoderConfig:
         data["sliding_window"] = tuple(data["sliding_window"])
         data["eos_tokens"] = tuple(data["eos_tokens"])
         return DecoderConfig(**data)
+
+
+def first_layers(config: DecoderConfig, layers: int) -> DecoderConfig:
+    """The same model cut off behind `layers` layers, or whole if it has fewer."""
+    count = min(layers, config.num_layers)
+    return replace(config, num_layers=count, sliding_window=config.sliding_window[:count])

@@ -4,7 +4,8 @@ Runs after `partition`. Dependencies are never written by hand: the regions of t
 one operator are independent of each other by construction, so the pass works operator by operator; tasks with equal needs
 share one frozenset, which keeps a graph of 132 workers and 80 layers (millions of pairs) small. Every task without a
 dependent is made a predecessor of `advance`, so that a step is over when `advance` runs. Flagged buffers, which are written once a
-step, give nothing but read-after-write dependencies, and these stand apart: the data itself carries them.
+step, give nothing but read-after-write dependencies, and these stand apart: the data itself carries them. So do messages between ranks;
+that they are not sent over each other follows from the flow of data (`mpk.graph.peers` and `mpk.graph.hazards` prove it).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from mpk.errors import InternalError
-from mpk.graph.sm_task_graph import Region, SMTaskGraph, Task
+from mpk.graph.sm_task_graph import STEP_CLOSERS, Region, SMTaskGraph, Task
 
 
 class _Accesses:
@@ -82,10 +83,10 @@ def _needs(graph: SMTaskGraph, task: Task, writers: dict[str, _Accesses], reader
     """What a task needs because of buffers that are flagged, or because of the others."""
     sets: dict[frozenset[int], None] = {}
     for region in (*task.reads, *task.writes):
-        if region.buffer in writers and graph.buffers[region.buffer].flagged == flagged:
+        if region.buffer in writers and graph.buffers[region.buffer].says_itself == flagged:
             sets[writers[region.buffer].overlapping(region.begin, region.end)] = None
     for region in task.writes:
-        if region.buffer in readers and not flagged and not graph.buffers[region.buffer].flagged:
+        if region.buffer in readers and not flagged and not graph.buffers[region.buffer].says_itself:
             sets[readers[region.buffer].overlapping(region.begin, region.end)] = None
     return [s for s in sets if s]
 
@@ -136,7 +137,7 @@ def _check_independent(graph: SMTaskGraph, tasks: list[Task]) -> None:
 
 def _close_step(graph: SMTaskGraph) -> None:
     last = graph.tasks[-1]
-    if last.kind != "advance":
+    if last.kind not in STEP_CLOSERS:
         raise InternalError(f"the last task is {last.kind}, expected advance")
     needed = frozenset().union(*{s for needs in (graph.dependencies, graph.carried) for sets in needs.values() for s in sets})
     sinks = frozenset(t.id for t in graph.tasks if t.id not in needed and t is not last)

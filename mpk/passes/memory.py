@@ -23,8 +23,9 @@ ALIGNMENT = 64  # bytes: a cache line, and more than any vector access needs
 
 
 def run(graph: SMTaskGraph) -> SMTaskGraph:
-    """Fill `arena`, `arena_bytes`, `flagged_begin`, `flagged_bytes`, `weight_offsets`, `weight_bytes`; checks the scratch of every task kind."""
+    """Fill `arena`, `arena_bytes`, `flagged_begin`, `flagged_bytes`, `peers`, `peer_bytes`, `weight_offsets`, `weight_bytes`; checks scratch memory."""
     _place_activations(graph)
+    _place_peers(graph)
     _lay_out_weights(graph)
     _check_scratch(graph)
     return graph
@@ -80,6 +81,15 @@ def _place_activations(graph: SMTaskGraph) -> None:
     graph.flagged_begin, graph.flagged_bytes = begin, end - begin
     graph.arena_bytes = end + graph.flagged_bytes
     graph.notes.append(f"memory: {len(placed)} activations of {total} bytes in {begin}, {len(flagged)} flagged ones of twice {end - begin} bytes")
+
+
+def _place_peers(graph: SMTaskGraph) -> None:
+    """Side by side: other ranks write there at times that only `mpk.graph.peers` reasons about."""
+    graph.peers, graph.peer_bytes = {}, 0
+    for buffer in graph.buffers.values():
+        if buffer.kind == "peer":
+            graph.peers[buffer.name] = Allocation(graph.peer_bytes, buffer_bytes(graph, buffer))
+            graph.peer_bytes += buffer_bytes(graph, buffer)
 
 
 def _first_gap(blocked: list[tuple[int, int]], size: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from mpk import settings
@@ -16,7 +17,9 @@ from mpk.passes import (
     gather_embedding,
     memory,
     partition,
+    prompt,
     schedule,
+    shard,
     split_attention,
     split_sampling,
     verify,
@@ -24,12 +27,15 @@ from mpk.passes import (
 from mpk.passes.partition import Options
 from mpk.targets.hardware import Target
 
+DEFAULTS = Options()
+
 
 def tensor_passes(target: Target, options: Options) -> list[tuple[str, Callable[[TensorGraph], TensorGraph]]]:
     """Passes from TensorGraph to TensorGraph, in order."""
     passes = [
         ("fuse", lambda g: fuse.run(g, options.max_batch, target.append_in, target.swiglu_columns, target.flagged)),
-        ("split_attention", lambda g: split_attention.run(g, target.workers)),
+        ("shard", lambda g: shard.run(g, options.tensor_parallel, target.two_shot_bytes.value)),
+        ("split_attention", lambda g: split_attention.run(g, target.workers, options.attention_splits)),
     ]
     if target.flagged:
         passes.append(("gather_embedding", gather_embedding.run))
@@ -38,12 +44,12 @@ def tensor_passes(target: Target, options: Options) -> list[tuple[str, Callable[
     return passes
 
 
-def task_passes(target: Target) -> list[tuple[str, Callable[[SMTaskGraph], SMTaskGraph]]]:
+def task_passes(target: Target, options: Options = DEFAULTS) -> list[tuple[str, Callable[[SMTaskGraph], SMTaskGraph]]]:
     """Passes from SMTaskGraph to SMTaskGraph, in order."""
     return [
         ("dependencies", dependencies.run),
-        ("schedule", lambda g: schedule.run(g, target)),
-        ("event_fusion", lambda g: event_fusion.run(g, target)),
+        ("schedule", lambda g: schedule.run(g, target, options.placement)),
+        ("event_fusion", lambda g: event_fusion.run(g, replace(target, max_signals_per_task=options.signals or target.max_signals_per_task))),
         ("memory", memory.run),
         ("verify", verify.run),
     ]
@@ -63,11 +69,20 @@ def lower(graph: TensorGraph, target: Target, options: Options) -> SMTaskGraph:
         dump.write(name, graph.to_text())
     tasks = partition.run(graph, target, options)
     dump.write("partition", tasks)
-    for name, task_pass in task_passes(target) if last != "partition" else ():
+    for name, task_pass in task_passes(target, options) if last != "partition" else ():
         tasks = task_pass(tasks)
         dump.write(name, tasks)
         if name == last:
             break
+    return tasks
+
+
+def lower_prompts(graph: TensorGraph, target: Target, rows: int) -> SMTaskGraph:
+    """The graph that reads prompts in steps of up to `rows` rows, for a target that has one; verified like the other."""
+    fused = fuse.run(graph, 1, target.append_in, target.swiglu_columns)
+    tasks = partition.run(prompt.run(fused, target.workers), target, Options(max_rows=rows, max_batch=1))
+    for _, task_pass in task_passes(target):
+        tasks = task_pass(tasks)
     return tasks
 
 

@@ -3,7 +3,7 @@
 Runs after `dependencies` and before `event_fusion`, because the order within a queue makes many dependencies hold without
 an event. Tasks are taken in sequential order, so every queue is sorted by task id and no schedule can contain a cycle. Each
 goes to the worker on which it would finish first; a worker that holds one of its producers wins a tie (no event between
-them), then the one with the least work so far.
+them), then the one with the least work so far. Tasks that go with another operator's (`TaskKind.follows`) take its workers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpk.graph.sm_task_graph import SMTaskGraph, Task
+from mpk.passes.partition import leader_of
 from mpk.targets.hardware import Target
 
 
@@ -21,14 +22,23 @@ def duration_us(task: Task, target: Target, workers: int) -> float:
     return target.task_latency.value + max(moved, task.cost.flops / (target.worker_rate.value * 1e3))
 
 
-def run(graph: SMTaskGraph, target: Target) -> SMTaskGraph:
-    """Fill `Task.worker` and `graph.queues`."""
+PLACEMENTS = ("spread", "earliest", "fixed")
+
+
+def run(graph: SMTaskGraph, target: Target, placement: str = "spread") -> SMTaskGraph:
+    """Fill `Task.worker` and `graph.queues`.
+
+    placement: "spread" gives every worker one task of an operator before any gets a second; "earliest" goes by estimated times alone;
+    "fixed" gives the j-th task of every operator to worker j.
+    """
     workers = graph.num_workers
     free = np.zeros(workers)
     load = np.zeros(workers)
     finish = np.zeros(len(graph.tasks))
     ready_of: dict[frozenset[int], float] = {}
     queues: list[list[int]] = [[] for _ in range(workers)]
+    leaders: dict[int, int | None] = {}
+    placed: dict[tuple[int, int], int] = {}  # (operator, first tile) -> worker
     previous_op, taken = -1, np.zeros(workers, dtype=np.int64)
     for task in graph.tasks:
         if task.op != previous_op:
@@ -42,10 +52,19 @@ def run(graph: SMTaskGraph, target: Target) -> SMTaskGraph:
         end = np.maximum(free, ready) + took
         for producer in _few(sets):
             end[graph.tasks[producer].worker] -= 1e-3 * target.event_latency.value
-        # Spread the tasks of an operator first: its estimated times are equal only on paper. The last task, `advance`, goes to the worker
-        # that has been idle longest: it prepares while the others work.
-        order = np.lexsort((np.arange(workers), load if task is not graph.tasks[-1] else free, end, taken))
-        worker = int(order[0])
+        if placement == "fixed":
+            worker = int(taken.sum()) % workers
+        else:  # Spread the tasks of an operator first: its estimated times are equal only on paper.
+            keys = (end, taken) if placement == "spread" else (taken, end)
+            # The last task, `advance`, goes to the worker that has been idle longest: it prepares while the others work.
+            least = load if task is not graph.tasks[-1] else free
+            worker = int(np.lexsort((np.arange(workers), least, *keys))[0])
+        if task.op not in leaders:
+            leaders[task.op] = leader_of(graph.tensor_graph, task.op)
+        leader = leaders[task.op]
+        if leader is not None:
+            worker = placed[leader, task.tile_begin]
+        placed[task.op, task.tile_begin] = worker
         task.worker = worker
         queues[worker].append(task.id)
         taken[worker] += 1

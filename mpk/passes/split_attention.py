@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mpk.errors import InternalError
 from mpk.graph.tensor_graph import Operator, TensorGraph, Value
 from mpk.tasks.rotary_attention.sharing import STATISTICS
 
@@ -29,9 +30,12 @@ def choose_splits(kv_heads: int, workers: int) -> int:
     return best
 
 
-def run(graph: TensorGraph, workers: int) -> TensorGraph:
-    """Set `splits` on every attention operator and insert `attention_combine` where splits > 1."""
-    splits = choose_splits(graph.config.num_kv_heads, workers)
+def run(graph: TensorGraph, workers: int, wanted: int = 0) -> TensorGraph:
+    """Set `splits` (`wanted`, 0: as `choose_splits` says) on every attention operator and insert `attention_combine` where splits > 1."""
+    kv_heads = {int(op.attrs["kv_heads"]) for op in graph.operators if op.kind in ATTENTION_KINDS}  # of this rank
+    if len(kv_heads) != 1:
+        raise InternalError(f"attention with {sorted(kv_heads)} key-value heads, expected one number")
+    splits = wanted or choose_splits(kv_heads.pop(), workers)
     if splits == 1:
         return graph
     values: dict[str, Value] = {}

@@ -10,6 +10,7 @@ weight offsets. It guarantees, or refuses with the first fault found:
   `ephemeral` operators, whose results only `advance` and the same step read, may be seen to end later, by their readers);
 - accesses in conflict are ordered as in the sequential order, also through bytes of the arena that buffers share
   (`mpk.graph.hazards`), and nothing is read that the same step did not write;
+- where ranks share the model, none overwrites in another's memory what is still to be read there (`mpk.graph.peers`);
 - flagged buffers, whose words say themselves that they have been written: each word is written once a step; what such data is said to
   order, its readers really wait for; nothing else relies on it, since it makes no other memory visible (`mpk.graph.order`). So steps
   are closed by counters, which makes clearings, caches and the step itself visible to the next one;
@@ -32,8 +33,9 @@ import numpy as np
 from mpk.errors import GraphError
 from mpk.graph.hazards import Fault, describe, find_hazard, show
 from mpk.graph.order import STEP_EVENT, Order, OrderError
+from mpk.graph.peers import find_peer_fault
 from mpk.graph.serialize import fingerprint
-from mpk.graph.sm_task_graph import Allocation, Buffer, Region, SMTaskGraph, Task
+from mpk.graph.sm_task_graph import STEP_CLOSERS, Allocation, Buffer, Region, SMTaskGraph, Task
 from mpk.tasks.base import TaskKind, load_kinds
 from mpk.tasks.matrices import matrix_bytes, matrix_key
 
@@ -86,7 +88,7 @@ class _Proof:
 
     @cached_property
     def advance(self) -> Task | None:
-        return next((t for t in self.graph.tasks if t.kind == "advance"), None)
+        return next((t for t in self.graph.tasks if t.kind in STEP_CLOSERS), None)
 
     def name(self, task: int) -> str:
         return describe(self.graph, task)
@@ -174,7 +176,7 @@ def _events(proof: _Proof) -> Fault | None:
 def _carried_events(proof: _Proof) -> Fault | None:
     """Who waits for an event that data carries reads flagged data of every producer."""
     graph = proof.graph
-    writes = {e.id: [[r for r in graph.tasks[p].writes if graph.buffers[r.buffer].flagged] for p in e.producers] for e in graph.events if e.carried}
+    writes = {e.id: [[r for r in graph.tasks[p].writes if graph.buffers[r.buffer].says_itself] for p in e.producers] for e in graph.events if e.carried}
     unread: dict[tuple[int, tuple[Region, ...]], int | None] = {}  # tasks share regions
     for event in (graph.events[e] for e in writes):
         if event.id == STEP_EVENT or event.threshold != len(event.producers):
@@ -355,6 +357,25 @@ def _accesses(proof: _Proof) -> Fault | None:
     return find_hazard(proof.graph, proof.visible, proof.executed)
 
 
+def _peers(proof: _Proof) -> Fault | None:
+    """Peer memory: places for what is sent, apart from each other; ranks overwrite nothing that is still to be read."""
+    graph = proof.graph
+    for name in (b.name for b in graph.buffers.values() if b.kind == "peer"):
+        place, needed = graph.peers.get(name), buffer_bytes(graph, graph.buffers[name])
+        if place is None:
+            return Fault("memory", f"{name} has no place in peer memory")
+        if place.size < needed or place.offset % ALIGNMENT or place.offset < 0 or place.offset + place.size > graph.peer_bytes:
+            return Fault("memory", f"{name} lies at bytes {place.offset}:{place.offset + place.size} of peer memory; expected a multiple of {ALIGNMENT} "
+                         f"and {needed} bytes within {graph.peer_bytes}")
+        if graph.ranks < 2:
+            return Fault("peer", f"{name} is shared among ranks, but the graph has {graph.ranks}")
+    spans = sorted((p.offset, p.offset + p.size, name) for name, p in graph.peers.items())
+    for (_, end, a), (begin, _, b) in pairwise(spans):
+        if begin < end:
+            return Fault("memory", f"{a} and {b} overlap in bytes {begin}:{end} of peer memory")
+    return find_peer_fault(graph, proof.executed)
+
+
 # ---- memory
 def _memory(proof: _Proof) -> Fault | None:
     graph = proof.graph
@@ -464,4 +485,5 @@ CHECKS: Mapping[str, Callable[[_Proof], Fault | None]] = {
     "memory": _memory,
     "limits": _limits,
     "accesses": _accesses,
+    "peers": _peers,
 }

@@ -66,6 +66,13 @@ class Memory:
         if data.nbytes:
             check(self.device.driver.cuMemcpyHtoD(self.address + offset, data.ctypes.data, data.nbytes), "copy to the device")
 
+    def repeat(self, first: int) -> None:
+        """Fill the memory with its own first `first` bytes, over and over."""
+        while first < self.size:
+            size = min(first, self.size - first)
+            check(self.device.driver.cuMemcpyDtoD(self.address + first, self.address, size), "copy within the device")
+            first += size
+
     def upload_async(self, source: int, size: int, offset: int = 0) -> None:
         """Copy `size` bytes from pinned host memory at address `source`, in the order of launches; returns before that is done."""
         if offset + size > self.size:
@@ -183,8 +190,8 @@ class Device:
         check(self.driver.cuFuncSetAttribute(function, attribute, shared_bytes), f"give kernel {name} {shared_bytes} bytes of shared memory")
         return function
 
-    def launch(self, function: Any, blocks: int, threads: int, shared_bytes: int, argument: np.ndarray, cooperative: bool = True) -> None:
-        """Start a kernel whose only parameter is the struct in `argument`.
+    def launch(self, function: Any, blocks: int, threads: int, shared_bytes: int, argument: np.ndarray, cooperative: bool = True, stream: Any = 0) -> None:
+        """Start a kernel whose only parameter is the struct in `argument`; `stream`: as `stream` returns it, 0: the device's own.
 
         A cooperative launch is refused by the driver unless all blocks are resident at once, which a persistent kernel with
         waits between blocks depends on.
@@ -192,9 +199,9 @@ class Device:
         pointers = (ctypes.c_void_p * 1)(argument.ctypes.data)
         launch = self.driver.cuLaunchCooperativeKernel if cooperative else None
         if launch is not None:
-            result = launch(function, blocks, 1, 1, threads, 1, 1, shared_bytes, 0, ctypes.addressof(pointers))
+            result = launch(function, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, ctypes.addressof(pointers))
         else:
-            result = self.driver.cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, shared_bytes, 0, ctypes.addressof(pointers), 0)
+            result = self.driver.cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, ctypes.addressof(pointers), 0)
         check(result, "launch")
 
     def synchronize(self) -> None:
@@ -203,8 +210,22 @@ class Device:
     def event(self) -> Any:
         return check(self.driver.cuEventCreate(0), "create an event")
 
-    def record(self, event: Any) -> None:
-        check(self.driver.cuEventRecord(event, 0), "record an event")
+    def record(self, event: Any, stream: Any = 0) -> None:
+        check(self.driver.cuEventRecord(event, stream), "record an event")
+
+    # ---- other devices
+    def can_reach(self, other: Device) -> bool:
+        """Whether kernels of this device can access memory of the other."""
+        return self.index == other.index or bool(check(self.driver.cuDeviceCanAccessPeer(self.handle, other.handle), "ask for peer access"))
+
+    def reach(self, other: Device) -> None:
+        """Let kernels of this device access memory of the other."""
+        if self.index == other.index:
+            return
+        self.use()
+        (status,) = self.driver.cuCtxEnablePeerAccess(other.context, 0)
+        if status != self.driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:
+            check((status,), f"give device {self.index} access to device {other.index}")
 
     def wait_event(self, event: Any) -> None:
         """Block until all work before the event is done."""

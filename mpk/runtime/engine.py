@@ -15,6 +15,7 @@ from mpk.codegen.compile import compile_program
 from mpk.codegen.program import ProgramBuilder, Tables
 from mpk.codegen.weights import PackedWeights, load_weights
 from mpk.errors import InternalError, TargetError
+from mpk.frontend.shard_source import shard_sources
 from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.models.shapes import RandomWeights
 from mpk.passes.memory import scratch_bytes
@@ -70,6 +71,14 @@ class Engine:
     weights: PackedWeights
     pipelining: bool = True
 
+    def locate(self, task: int) -> tuple[SMTaskGraph, int]:
+        """The graph that a task's number, as programs report it, belongs to, and its number there."""
+        return self.graph, task
+
+    def prompt_tasks(self, tokens: int) -> int:
+        """Most tasks that a worker runs to read prompts of so many tokens before the first step."""
+        return 0
+
     def executor(self, batch: int, context: int, explicit: bool, device_ids: Sequence[int] | None, stall_limit_s: float) -> Executor:
         """Memory for a batch and what runs the program on it; raises as `create_instance` does."""
         from mpk.runtime.state import State
@@ -82,7 +91,7 @@ class Engine:
                         stall_limit_s: float = 10.0, trace_spans: int = 0) -> Instance:
         """Memory to run `max_batch` sequences of up to `max_context` tokens (defaults: what the graph was lowered for, the model's).
 
-        `device_ids`: the device to run on (a list of one; None: the first; a target of threads has only device 0). A run in which no task finishes for
+        `device_ids`: the devices to run on, one a rank (None: the first; on a target of threads they are groups of threads). A run in which no task finishes for
         `stall_limit_s` seconds raises `StallError`. `trace_spans`: spans kept per worker and run, 0 switches the trace off. Raises
         `RequestError` for sizes out of range, `TargetError` when the key-value cache does not fit the machine's memory.
         """
@@ -112,6 +121,9 @@ class Executor(Protocol):
     def now_ns(self) -> int:
         """The clock of token times."""
 
+    def stalls(self) -> Sequence[np.void]:
+        """After a run that stalled: what each rank waited for (a Stall)."""
+
 
 class ThreadExecutor:
     """Runs the compiled library in this process, on the state's own arrays."""
@@ -138,6 +150,9 @@ class ThreadExecutor:
     def now_ns(self) -> int:
         return self.engine.program.now_ns()
 
+    def stalls(self) -> Sequence[np.void]:
+        return [self.state.stall[0]]
+
 
 def build_engine(graph: SMTaskGraph, source: WeightSource, *, progress: BuildProgress | None = None, pipelining: bool = True,
                  portable: bool = False, sanitize: str | None = None) -> Engine:
@@ -158,8 +173,17 @@ def build_engine(graph: SMTaskGraph, source: WeightSource, *, progress: BuildPro
     report("compile the program", 0, 1)
     with ThreadPoolExecutor(1) as pool:  # the compiler is a process of its own: weights are packed meanwhile
         compiled = pool.submit(compile_program, builder.source(), portable=portable, sanitize=sanitize)
-        weights = load_weights(graph, source, lambda done, total: report("pack the weights", done, total))
+        shards = [load_weights(graph, part, _part_of(report, rank, graph.ranks)) for rank, part in enumerate(shard_sources(graph, source))]
         library = compiled.result()
     report("compile the program", 1, 1)
     program = Program(library, builder.tables(), scratch_bytes(graph))
-    return Engine(graph, program, weights, pipelining)
+    if graph.ranks > 1:
+        from mpk.runtime.group import ThreadGroupEngine
+
+        return ThreadGroupEngine(graph, program, shards[0], pipelining, shards)
+    return Engine(graph, program, shards[0], pipelining)
+
+
+def _part_of(report: BuildProgress, rank: int, ranks: int) -> Callable[[int, int], None]:
+    """Progress of packing one rank's weights as progress of all."""
+    return lambda done, total: report("pack the weights", rank * total + done, ranks * total)

@@ -22,6 +22,7 @@ from mpk.runtime.request import (
     is_torch,
     options_per_sequence,
 )
+from mpk.runtime.stalls import stall_text
 from mpk.runtime.state import MEMORY_SHARE, gib
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Instance:
                  device_ids: Sequence[int] | None = None, stall_limit_s: float = 10.0, trace_spans: int = 0) -> None:
         graph, config = engine.graph, engine.graph.tensor_graph.config
         limit = min(self._graph_batch(engine), graph.max_rows)
-        check_instance_arguments(max_batch, max_context, device_ids, stall_limit_s, trace_spans, graph.num_workers)
+        check_instance_arguments(max_batch, max_context, device_ids, stall_limit_s, trace_spans, graph.ranks * graph.num_workers)
         batch = limit if max_batch is None else int(max_batch)
         context = config.max_context if max_context is None else int(max_context)
         if not 1 <= batch <= limit:
@@ -50,8 +51,9 @@ class Instance:
         self.executor = engine.executor(batch, context, max_context is not None, device_ids, self.stall_limit_s)
         self.state = self.executor.state
         self.max_batch, self.max_context = batch, context
-        self._spans = np.zeros((graph.num_workers, trace_spans), layout.dtype("Span")) if trace_spans > 0 else None
-        self._span_count = np.zeros(graph.num_workers, np.int64)
+        workers = graph.ranks * graph.num_workers
+        self._spans = np.zeros((workers, trace_spans), layout.dtype("Span")) if trace_spans > 0 else None
+        self._span_count = np.zeros(workers, np.int64)
         self._busy = threading.Lock()
 
     @staticmethod
@@ -116,10 +118,21 @@ class Instance:
             return self._result(chosen, start)
 
     def spans(self) -> list[np.ndarray]:
-        """Trace of the last run: Span arrays, one a worker (`task`, `phase` 0 run / 1 wait, `begin_ns`, `end_ns`).
+        """Trace of the last run: Span arrays, one a worker (`task`, `phase` 0 run / 1 wait, `begin_ns`, `end_ns`); workers of rank 0 first.
 
         Raises `RequestError` if the instance was made without `trace_spans`.
         """
+        return [worker[worker["task"] < len(self.engine.graph.tasks)] for worker in self._all_spans()]
+
+    def prompt_spans(self) -> list[np.ndarray]:
+        """The same of tasks that read prompts by a graph of their own, numbered as there (`Engine.locate`)."""
+        begin = len(self.engine.graph.tasks)
+        found = [worker[worker["task"] >= begin] for worker in self._all_spans()]
+        for spans in found:
+            spans["task"] -= begin
+        return found
+
+    def _all_spans(self) -> list[np.ndarray]:
         if self._spans is None:
             raise RequestError("the instance keeps no trace", remedy="create it with trace_spans, the number of spans a worker")
         return [worker[:count].copy() for worker, count in zip(self._spans, self._span_count, strict=True)]
@@ -178,7 +191,7 @@ class Instance:
 
     def _check_result(self, code: int) -> None:
         if code == layout.RESULT["stalled"]:
-            raise StallError(self._stall_text())
+            raise StallError(stall_text(self.engine.graph, self.executor.stalls(), self.stall_limit_s, self.engine.locate))
         if code == layout.RESULT["no_thread"]:
             raise TargetError("the operating system gives no more threads", expected=f"{self.engine.graph.num_workers} workers",
                               remedy="lower the model for fewer workers")
@@ -188,14 +201,6 @@ class Instance:
                               remedy="lower the model with fewer rows a step (max_rows)")
         if code != layout.RESULT["done"]:
             raise InternalError(f"the program returned {code}")
-
-    def _stall_text(self) -> str:
-        s, graph = self.state.stall[0], self.engine.graph
-        task = graph.tasks[int(s["task"])]
-        where = f"worker {s['worker']} waits in step {s['step']} at task {task.id} ({graph.operator(task).name}, tiles {task.tile_begin} to {task.tile_end})"
-        what = {layout.STALL_WEIGHTS: "weights that do not come", layout.STALL_DATA: "data that nobody writes"}.get(
-            int(s["event"]), f"event {s['event']}, expected {s['expected']}, seen {s['seen']}")
-        return f"no progress for {self.stall_limit_s:g} s: {where} for {what}"
 
     # ---- results
     def _result(self, options: list[SamplingOptions], start: int) -> GenerateResult:

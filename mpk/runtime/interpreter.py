@@ -10,11 +10,13 @@ import importlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import ml_dtypes
 import numpy as np
 
 from mpk.errors import GraphError, RequestError
+from mpk.frontend.shard_source import shard_sources
 from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.tasks.advance.reference import PlannedSequence, plan
 from mpk.tasks.base import Env, StepView, WeightSource
@@ -25,7 +27,8 @@ def run_step(graph: SMTaskGraph, env: Env, order: Sequence[int] | None = None, f
              after_task: Callable[[int], None] | None = None) -> None:
     """Execute the tasks of one step on `env`, in sequential order or in `order` (ids of tasks).
 
-    `first` and `last` name operators: only tasks of these and of those between them run. `after_task` is called with each id.
+    `first` and `last` name operators: only tasks of these and of those between them run. `after_task` is called with each id. Where ranks
+    share the model, each task runs on all of them before the next: what one waits for of another comes before it in any allowed order.
     Raises `GraphError` for an operator that is not there.
     """
     begin = 0 if first is None else operator_index(graph, first)
@@ -33,7 +36,8 @@ def run_step(graph: SMTaskGraph, env: Env, order: Sequence[int] | None = None, f
     for t in range(len(graph.tasks)) if order is None else order:
         task = graph.tasks[t]
         if begin <= task.op <= end:
-            importlib.import_module(f"mpk.tasks.{task.kind}.reference").run(graph.operator(task), task, env)
+            for own in env.peers or (env,):
+                importlib.import_module(f"mpk.tasks.{task.kind}.reference").run(graph.operator(task), task, own)
             if after_task is not None:
                 after_task(t)
 
@@ -104,7 +108,8 @@ class ReferenceProgram:
 
     def __init__(self, graph: SMTaskGraph, source: WeightSource, max_batch: int = 1, max_context: int | None = None,
                  order_seed: int | None = None, share_memory: bool = False) -> None:
-        self.graph, self.source = graph, source
+        self.graph = graph
+        self.sources = shard_sources(graph, source)
         self.max_batch = max_batch
         self.max_context = max_context or min(graph.tensor_graph.config.max_context, 1024)
         self.order_seed, self.share_memory = order_seed, share_memory
@@ -113,37 +118,46 @@ class ReferenceProgram:
             raise GraphError(f"buffer {narrow} with elements of {graph.buffers[narrow].element_bytes} bytes", expected="4 to share memory",
                              remedy="lower the model for target cpp")
         self.steps = 0
-        self._weights: dict[str, np.ndarray] = {}
+        self._weights: dict[tuple[int, str], np.ndarray] = {}
         self.reset()
 
     def reset(self) -> None:
         """Empty the caches."""
         shape = (self.max_batch, self.max_context)
-        self.caches = {b.name: np.zeros((*shape, b.columns), np.float32) for b in self.graph.buffers.values() if b.kind == "cache"}
+        self.rank_caches = [{b.name: np.zeros((*shape, b.columns), np.float32) for b in self.graph.buffers.values() if b.kind == "cache"}
+                            for _ in self.sources]
+        self.caches = self.rank_caches[0]
 
-    def weight(self, name: str) -> np.ndarray:
-        """A tensor of the source as the program sees it, float32."""
-        if name not in self._weights:
-            tensor = self.source.read(name)
-            self._weights[name] = round_to(tensor, self.graph.dtype) if tensor.ndim > 1 else tensor
-        return self._weights[name]
+    def weight(self, name: str, rank: int = 0) -> np.ndarray:
+        """A tensor of the source (a rank's part of it) as the program sees it, float32."""
+        if (rank, name) not in self._weights:
+            tensor = self.sources[rank].read(name)
+            self._weights[rank, name] = round_to(tensor, self.graph.dtype) if tensor.ndim > 1 else tensor
+        return self._weights[rank, name]
 
     # ---- one step
     def env(self, step: StepView) -> Env:
-        """Memory for one step; activations hold NaN, so that a read of what was not written shows."""
+        """Memory for one step (of rank 0, with that of all ranks in `peers`); activations hold NaN, so that a read of what was not written shows."""
+        envs = [Env(self._buffers(step), caches, step, partial(self.weight, rank=rank), self.graph.tensor_graph, rank)
+                for rank, caches in enumerate(self.rank_caches)]
+        for env in envs:
+            env.peers = envs if len(envs) > 1 else ()
+        return envs[0]
+
+    def _buffers(self, step: StepView) -> dict[str, np.ndarray]:
         counts = {"tokens": len(step.tokens), "logits": len(step.logit_rows), "step": 1}
         arena = np.full(-(-self.graph.arena_bytes // 4), np.nan, np.float32) if self.share_memory else None
         buffers: dict[str, np.ndarray] = {}
         for b in self.graph.buffers.values():
             if b.rows == "positions":  # caches, under whatever name
                 continue
-            shape = (counts[b.rows], b.columns)
+            shape = (counts[b.rows], b.columns * (self.graph.ranks if b.kind == "peer" else 1))
             if arena is not None and b.name in self.graph.arena:
                 begin = self.graph.arena[b.name].offset // 4
                 buffers[b.name] = arena[begin : begin + shape[0] * shape[1]].reshape(shape)
             else:
                 buffers[b.name] = np.full(shape, np.nan, np.float32)
-        return Env(buffers, self.caches, step, self.weight, self.graph.tensor_graph)
+        return buffers
 
     def run(self, env: Env, first: str | None = None, last: str | None = None) -> Env:
         """Run one step, or its operators from `first` to `last`, on `env`; returns it."""
@@ -157,7 +171,8 @@ class ReferenceProgram:
         for region in self.graph.tasks[task].writes:
             if region.buffer in env.caches and self.graph.dtype != "f32":
                 place = (env.step.slots, env.step.positions, slice(region.begin, region.end))
-                env.caches[region.buffer][place] = round_to(env.caches[region.buffer][place], self.graph.dtype)
+                for own in env.peers or (env,):
+                    own.caches[region.buffer][place] = round_to(own.caches[region.buffer][place], self.graph.dtype)
 
     def snapshots(self, env: Env) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
         """Run a step operator by operator; yields each operator's name and copies of what it wrote ([rows, columns])."""

@@ -40,8 +40,8 @@ class State:
     """Arrays of one instance. Large ones are mapped lazily, so a long context costs memory only when it is used."""
 
     def __init__(self, graph: SMTaskGraph, max_batch: int, max_context: int, explicit: bool, available: int | None = None,
-                 on_host: bool = True) -> None:
-        """available: bytes that the key-value cache may take a share of (default: of this machine). on_host: the program runs in the
+                 on_host: bool = True, rows: int = 0) -> None:
+        """rows: of the largest step, where steps of other graphs hold more than `graph`. available: bytes that the key-value cache may take a share of (default: of this machine). on_host: the program runs in the
         host's memory; otherwise these arrays are copies, and activations and cache have none.
         """
         self.graph, self.max_batch, self.max_context = graph, max_batch, max_context
@@ -49,7 +49,7 @@ class State:
         self.max_pages = pages_for(max_context)
         self.page_bytes = page_bytes(graph)
         self.num_pages = self._affordable_pages(explicit, available_bytes() if available is None else available)
-        rows = graph.max_rows
+        rows = max(rows, graph.max_rows)
         self.sequences = np.zeros(max_batch, layout.dtype("Sequence"))
         self.step = np.zeros(1, layout.dtype("Step"))
         self.segments = np.zeros(rows, layout.dtype("Segment"))
@@ -123,11 +123,14 @@ class State:
             "prefetch": tables.prefetch if pipelining else None, "stall": self.stall, "spans": spans, "span_count": span_count,
         }
 
-    def launch(self, arrays: Mapping[str, np.ndarray | None], scratch_bytes: int, stall_limit_s: float) -> np.ndarray:
-        """The `Launch` of one run over `arrays`, which must outlive the run."""
+    def launch(self, arrays: Mapping[str, np.ndarray | None], scratch_bytes: int, stall_limit_s: float, threads: int | None = None) -> np.ndarray:
+        """The `Launch` of one run over `arrays`, which must outlive the run; `threads`: that run at the same time (default: the workers)."""
         logits, spans = arrays["logits_out"], arrays["spans"]
-        return self.launch_at({name: address(a) for name, a in arrays.items()}, 0 if logits is None else logits.shape[1],
-                              0 if spans is None else spans.shape[1], scratch_bytes, stall_limit_s)
+        out = self.launch_at({name: address(a) for name, a in arrays.items()}, 0 if logits is None else logits.shape[1],
+                             0 if spans is None else spans.shape[1], scratch_bytes, stall_limit_s)
+        if threads is not None and threads > available_cpus():
+            out["spin_limit"] = SPINS_CROWDED
+        return out
 
     def launch_at(self, addresses: Mapping[str, int], logits_positions: int, span_capacity: int, scratch_bytes: int,
                   stall_limit_s: float) -> np.ndarray:
@@ -138,7 +141,7 @@ class State:
             "max_rows": graph.max_rows, "max_context": self.max_context, "max_pages": self.max_pages, "num_pages": self.num_pages,
             "workers": graph.num_workers, "span_capacity": span_capacity,
             "scratch_bytes": scratch_bytes, "stall_limit_ns": int(stall_limit_s * 1e9), "num_events": len(graph.events),
-            "spin_limit": SPINS if available_cpus() >= graph.num_workers else SPINS_CROWDED,
+            "ranks": 1, "spin_limit": SPINS if available_cpus() >= graph.num_workers else SPINS_CROWDED,
         }
         for name, value in {**addresses, **values}.items():
             out[name] = value

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpk.simulate.timeline import CONSUMER, LINK, LOADER, PHASES, RUN, WAIT_EVENT, WAIT_PEER, Timeline
+from mpk.simulate.timeline import CONSUMER, LINK, LOADER, PHASES, RUN, WAIT_EVENT, WAIT_PEER, WAIT_WEIGHTS, Timeline
 
 if TYPE_CHECKING:
     from mpk.graph.sm_task_graph import SMTaskGraph
@@ -37,6 +37,11 @@ def weight_bytes(graph: SMTaskGraph) -> np.ndarray:
     return np.array([t.cost.weight_bytes for t in graph.tasks], np.int64)
 
 
+def devices_shown(timeline: Timeline) -> int:
+    """How many devices have spans: where all are alike, a simulation may show the first one only."""
+    return int(timeline.spans["device"].max(initial=0)) + 1
+
+
 def covered_ns(begin: np.ndarray, end: np.ndarray) -> int:
     """Length of the union of intervals [begin, end)."""
     if len(begin) == 0:
@@ -48,23 +53,35 @@ def covered_ns(begin: np.ndarray, end: np.ndarray) -> int:
     return int(reach[-1] - begin[0] - gaps.sum())
 
 
+# What happens inside a task, from the moment its events have come to its end. A measured trace has all of it as RUN; a simulated one
+# tells the waits for weights and peers apart. So what both are compared by is the whole.
+INSIDE = (RUN, WAIT_WEIGHTS, WAIT_PEER)
+
+
 @dataclass
 class OperatorTime:
     """One row of the table by operator; times are microseconds of one step.
 
-    `run_us`: what an average worker runs tasks of it. `wait_us`: what it waits before them, by cause (index of `PHASES`). `active_us`: how
-    long at least one worker of a device runs it. `bytes`: weights it reads in a step, per device. `gb_s`: those per second of
-    `active_us`; weights that were fetched ahead count where they are used, so that a short operator may exceed the memory's bandwidth.
+    `task_us`: what an average worker spends in tasks of it (`INSIDE`); `run_us`: without waits inside tasks, as far as these are known.
+    `wait_us`: all its waits, by cause (index of `PHASES`). `active_us`: how long at least one worker of a device is in a task of it.
+    `bytes`: weights it reads in a step, per device. `gb_s`: those per second of `active_us`; weights that were fetched ahead count where
+    they are used, so that a short operator may exceed the memory's bandwidth.
     """
 
     name: str
     kind: str
     tasks: int
+    task_us: float
     run_us: float
     active_us: float
     bytes: int
     gb_s: float
     wait_us: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def before_us(self) -> float:
+        """Waits before tasks: for events and for the step."""
+        return sum(us for phase, us in self.wait_us.items() if phase not in INSIDE)
 
 
 def per_operator(timeline: Timeline) -> list[OperatorTime]:
@@ -76,19 +93,21 @@ def per_operator(timeline: Timeline) -> list[OperatorTime]:
     spans = spans[(spans["role"] == CONSUMER) & (spans["task"] >= 0)]
     took = (spans["end_ns"] - spans["begin_ns"]) / 1e3
     ops = of_task[spans["task"]]
-    scale = 1.0 / (timeline.workers * timeline.devices * timeline.steps)
+    inside = np.isin(spans["phase"], INSIDE)
+    devices = devices_shown(timeline)
+    scale = 1.0 / (timeline.workers * devices * timeline.steps)
     rows = []
     for index, name in enumerate(names):
         mine = ops == index
         if not mine.any():
             continue
-        running = spans[mine & (spans["phase"] == RUN)]
-        active = sum(covered_ns(r["begin_ns"], r["end_ns"]) for r in by_device(running, timeline.devices)) / timeline.devices / timeline.steps / 1e3
-        tasks = np.unique(running["task"])
+        busy = spans[mine & inside]
+        active = sum(covered_ns(r["begin_ns"], r["end_ns"]) for r in by_device(busy, devices)) / devices / timeline.steps / 1e3
+        tasks = np.unique(busy["task"])
         moved = int(weights[tasks].sum())
-        waits = {phase: float(took[mine & (spans["phase"] == phase)].sum() * scale) for phase in range(RUN + 1, len(PHASES))}
-        rows.append(OperatorTime(name, kinds[name], len(tasks), float(took[mine & (spans["phase"] == RUN)].sum() * scale), active, moved,
-                                 moved / active / 1e3 if active else 0.0, {p: us for p, us in waits.items() if us}))
+        times = {phase: float(took[mine & (spans["phase"] == phase)].sum() * scale) for phase in range(len(PHASES))}
+        rows.append(OperatorTime(name, kinds[name], len(tasks), sum(times[p] for p in INSIDE), times[RUN], active, moved,
+                                 moved / active / 1e3 if active else 0.0, {p: us for p, us in times.items() if us and p != RUN}))
     return rows
 
 
@@ -102,7 +121,7 @@ def shares(timeline: Timeline, device: int | None = None) -> dict[str, float]:
     spans = timeline.spans[timeline.spans["role"] == CONSUMER]
     if device is not None:
         spans = spans[spans["device"] == device]
-    whole = timeline.duration_ns * timeline.workers * (timeline.devices if device is None else 1)
+    whole = timeline.duration_ns * timeline.workers * (devices_shown(timeline) if device is None else 1)
     if not whole:
         return {**dict.fromkeys(PHASES, 0.0), NOT_TRACED: 1.0}
     took = np.bincount(spans["phase"], weights=(spans["end_ns"] - spans["begin_ns"]).astype(np.float64), minlength=len(PHASES)) / whole
@@ -114,6 +133,17 @@ def shares(timeline: Timeline, device: int | None = None) -> dict[str, float]:
 def utilisation(timeline: Timeline) -> float:
     """Share of the time of all consumers in which they run tasks."""
     return shares(timeline)[PHASES[RUN]]
+
+
+def in_tasks(timeline: Timeline) -> float:
+    """Share of the time of all consumers that they spend in tasks (`INSIDE`)."""
+    found = shares(timeline)
+    return sum(found[PHASES[phase]] for phase in INSIDE)
+
+
+def knows_waits_inside(timeline: Timeline) -> bool:
+    """Whether the timeline tells what tasks wait for weights and peers; else that is part of their runs."""
+    return bool(np.isin(timeline.spans["phase"], (WAIT_WEIGHTS, WAIT_PEER)).any())
 
 
 def step_ends(timeline: Timeline, device: int = 0) -> np.ndarray:
@@ -142,13 +172,15 @@ def traffic(timeline: Timeline) -> tuple[np.ndarray, str]:
     tasks = spans["task"][runs]
     pieces = np.bincount(tasks, minlength=1)[tasks]  # more than one a step where waits inside a task cut its run
     moved = np.zeros(len(spans), np.int64)
-    moved[runs] = weight_bytes(timeline.graph)[tasks] * (timeline.steps * timeline.devices) // np.maximum(pieces, 1)
+    moved[runs] = weight_bytes(timeline.graph)[tasks] * (timeline.steps * devices_shown(timeline)) // np.maximum(pieces, 1)
     return moved, WEIGHTS_OF_TASKS
 
 
-def sent(timeline: Timeline) -> np.ndarray:
-    """Spans in which bytes went to other devices."""
-    return timeline.spans[(timeline.spans["role"] == LINK) & (timeline.spans["bytes"] > 0)]
+def bytes_per_step(timeline: Timeline) -> tuple[int, int]:
+    """What one device brings from memory and sends to other devices in a step."""
+    scale = timeline.steps * devices_shown(timeline)
+    spans = timeline.spans
+    return int(traffic(timeline)[0].sum()) // scale, int(spans["bytes"][spans["role"] == LINK].sum()) // scale
 
 
 def binned(begin: np.ndarray, end: np.ndarray, amount: np.ndarray, edges: np.ndarray) -> np.ndarray:
@@ -188,19 +220,28 @@ def waited_for(timeline: Timeline) -> np.ndarray:
     """
     graph, spans = timeline.graph, timeline.spans
     out = np.full(len(spans), -1, np.int32)
-    for device in range(timeline.devices):
+    count = np.array([len(t.waits) for t in graph.tasks], np.int64)
+    events = np.array([e for t in graph.tasks for e in t.waits], np.int64)  # of all tasks, one after the other
+    first = np.cumsum(count) - count
+    for device in range(devices_shown(timeline)):
         ends = step_ends(timeline, device)
         mine = (spans["device"] == device) & (spans["role"] == CONSUMER) & (spans["task"] >= 0)
         step = np.searchsorted(ends, spans["begin_ns"], side="right")
         done = np.full((len(ends) + 1, len(graph.tasks)), -1, np.int64)
         ran = mine & (spans["phase"] == RUN)
         np.maximum.at(done, (step[ran], spans["task"][ran]), spans["end_ns"][ran])
-        waits = np.flatnonzero(mine & ((spans["phase"] == WAIT_EVENT) | (spans["phase"] == WAIT_PEER)))
         last = _last_producers(graph, done)
-        for i in waits.tolist():
-            at = int(step[i])
-            found = max(((int(done[at, p]), p) for p in (int(last[at, e]) for e in graph.tasks[spans["task"][i]].waits) if p >= 0), default=(-1, -1))
-            out[i] = found[1] if found[0] >= 0 else -1
+        waits = np.flatnonzero(mine & ((spans["phase"] == WAIT_EVENT) | (spans["phase"] == WAIT_PEER)))
+        each = count[spans["task"][waits]]
+        row = np.repeat(np.arange(len(waits)), each)  # one entry for each event that a wait waits for
+        place = np.arange(len(row)) - np.repeat(np.cumsum(each) - each, each) + first[spans["task"][waits]][row]
+        at = step[waits][row]
+        producer = last[at, events[place]]
+        when = np.where(producer >= 0, done[at, producer], -1)
+        order = np.lexsort((producer, when, row))
+        order = order[np.flatnonzero(np.diff(row[order], append=-1))]  # the latest of each wait
+        order = order[when[order] >= 0]
+        out[waits[row[order]]] = producer[order]
     return out
 
 

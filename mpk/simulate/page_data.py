@@ -110,7 +110,7 @@ def _timeline(timeline: Timeline, label: str, key: str, graph: int, blocks: dict
     amounts = np.maximum(timeline.spans["bytes"], moved)
     unit = int(amounts.max(initial=0)) // LIMIT + 1
     devices = []
-    for device in range(timeline.devices):
+    for device in range(analysis.devices_shown(timeline)):
         block = f"{key}d{device}"
         chosen = timeline.spans["device"] == device
         tracks, blocks[block] = _spans(timeline.spans[chosen], causes[chosen], amounts[chosen] // unit, tick)
@@ -120,13 +120,13 @@ def _timeline(timeline: Timeline, label: str, key: str, graph: int, blocks: dict
             "shares": {k: round(v, 6) for k, v in analysis.shares(timeline, device).items()},
             "overview": {"utilisation": [round(float(b), 4) for b in busy], "gb_s": [round(float(r) / 1e9, 2) for r in rate]}})
     step = timeline.duration_ns / timeline.steps
+    brought, sent = analysis.bytes_per_step(timeline)
     return {
         "graph": graph, "source": timeline.source, "label": label, "unit": "SM" if hardware.backend_of(timeline.graph.target) == "cuda" else "worker", "workers": timeline.workers, "steps": timeline.steps, "tick_ns": tick, "byte_unit": unit,
         "duration": timeline.duration_ns // tick, "devices": devices, "spans": len(timeline.spans), "traffic": source,
-        "step_ms": step / 1e6, "utilisation": analysis.utilisation(timeline), "shares": analysis.shares(timeline),
-        "bytes": int(moved.sum()) // (timeline.steps * timeline.devices),
-        "sent_bytes": int(analysis.sent(timeline)["bytes"].sum()) // (timeline.steps * timeline.devices),
-        "gb_s": float(moved.sum()) / timeline.devices / max(timeline.duration_ns, 1),
+        "step_ms": step / 1e6, "in_tasks": analysis.in_tasks(timeline),
+        "utilisation": analysis.utilisation(timeline) if analysis.knows_waits_inside(timeline) else None, "shares": analysis.shares(timeline),
+        "bytes": brought, "sent_bytes": sent, "gb_s": brought / max(step, 1.0), "all_devices": timeline.devices,
         "roles": [r for r in (CONSUMER, LOADER, LINK) if bool((timeline.spans["role"] == r).any())]}
 
 
@@ -154,8 +154,9 @@ def _operators(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
         entries = [table.get(name) for table in tables]
         kind = next(e.kind for e in entries if e is not None)
         figures = [None if e is None else {
-            "run_us": round(e.run_us, 3), "wait_us": round(sum(e.wait_us.values()), 3), "active_us": round(e.active_us, 3), "tasks": e.tasks,
+            "task_us": round(e.task_us, 3), "run_us": round(e.run_us, 3), "before_us": round(e.before_us, 3), "active_us": round(e.active_us, 3),
+            "tasks": e.tasks,
             "bytes": e.bytes, "gb_s": round(e.gb_s, 2), "waits": {PHASES[p]: round(us, 3) for p, us in e.wait_us.items()}} for e in entries]
         rows.append({"name": name, "kind": kind, "figures": figures})
-    return sorted(rows, key=lambda r: -sum(f["run_us"] for f in r["figures"] if f is not None))
+    return sorted(rows, key=lambda r: -sum(f["task_us"] for f in r["figures"] if f is not None))
 

@@ -35,7 +35,7 @@ def write(timelines: Sequence[Timeline], path: Path | str) -> None:
         writer = _Writer(file)
         for index, timeline in enumerate(timelines):
             causes = analysis.waited_for(timeline)
-            for device in range(timeline.devices):
+            for device in range(analysis.devices_shown(timeline)):
                 _device(writer, timeline, causes, device, index)
 
 

@@ -52,22 +52,23 @@ def write_png(timelines: Sequence[Timeline], path: Path | str, *, device: int = 
         count = len(timelines)
         figure = Figure(figsize=(WIDTH_IN, 0.75 + 2.35 * count), layout="constrained")
         FigureCanvasAgg(figure)
-        grid = figure.add_gridspec(2 * count, 2, width_ratios=(8.4, 1), height_ratios=(1, 2.6) * count)
+        grid = figure.add_gridspec(2 * count, 2, width_ratios=(8.4, 1), height_ratios=(1.25, 2.6) * count)
         names = _order(timelines)
         longest = max(t.duration_ns for t in timelines)
+        scale, unit = (1e6, "ms") if longest >= 1e6 else (1e3, "µs")
         fastest = max(float(analysis.series(t, BINS, device)[2].max()) for t in timelines) / 1e12
         first: Any = None
         for index, (timeline, label) in enumerate(zip(timelines, labels(timelines), strict=True)):
             curve = figure.add_subplot(grid[2 * index, 0], sharex=first)
             first = first or curve
             rows = figure.add_subplot(grid[2 * index + 1, 0], sharex=first)
-            _curves(curve, timeline, device, fastest)
+            _curves(curve, timeline, device, fastest, scale)
             curve.set_title(f"{label}: {timeline.duration_ns / timeline.steps / 1e6:.3f} ms a step, "
-                            f"{100 * analysis.utilisation(timeline):.1f} % of the time running", loc="left", fontsize=8)
-            _rows(rows, timeline, device, names)
+                            f"{100 * analysis.in_tasks(timeline):.1f} % of the time in tasks", loc="left", fontsize=8)
+            _rows(rows, timeline, device, names, scale)
             _idle(figure.add_subplot(grid[2 * index : 2 * index + 2, 1]), timeline)
-        first.set_xlim(0, longest / 1e6)
-        rows.set_xlabel("time (ms)")
+        first.set_xlim(0, longest / scale)
+        rows.set_xlabel(f"time ({unit})")
         _legend(figure, names, timelines)
         figure.savefig(str(path), dpi=DPI, format="png")
 
@@ -77,7 +78,7 @@ def _order(timelines: Sequence[Timeline]) -> list[str]:
     total: dict[str, float] = {}
     for timeline in timelines:
         for row in analysis.per_operator(timeline):
-            total[row.name] = total.get(row.name, 0.0) + row.run_us
+            total[row.name] = total.get(row.name, 0.0) + row.task_us
     return sorted(total, key=lambda name: -total[name])
 
 
@@ -91,10 +92,11 @@ def raster(timeline: Timeline, device: int, columns: int, names: Sequence[str]) 
     kinds = np.unique(code)
     out = np.full((timeline.workers, columns), -9)
     for worker in range(timeline.workers):
-        mine = spans["worker"] == worker
+        mine = np.flatnonzero(spans["worker"] == worker)
+        own, codes = spans[mine], code[mine]
         cover = np.zeros((len(kinds), columns))
         for row, kind in enumerate(kinds):
-            s = spans[mine & (code == kind)]
+            s = own[codes == kind]
             if len(s):
                 cover[row] = analysis.binned(s["begin_ns"], s["end_ns"], (s["end_ns"] - s["begin_ns"]).astype(np.float64), edges)
         best = kinds[np.argmax(cover, axis=0)]
@@ -103,9 +105,9 @@ def raster(timeline: Timeline, device: int, columns: int, names: Sequence[str]) 
     return out
 
 
-def _curves(axes: Any, timeline: Timeline, device: int, fastest: float) -> None:
+def _curves(axes: Any, timeline: Timeline, device: int, fastest: float, scale: float) -> None:
     edges, busy, rate = analysis.series(timeline, BINS, device)
-    middle = (edges[:-1] + edges[1:]) / 2e6
+    middle = (edges[:-1] + edges[1:]) / 2 / scale
     axes.fill_between(middle, 100 * busy, color=BUSY, alpha=0.28, linewidth=0)
     axes.set_ylim(0, 105)
     axes.set_ylabel("running (%)", color=BUSY)
@@ -116,7 +118,7 @@ def _curves(axes: Any, timeline: Timeline, device: int, fastest: float) -> None:
     other.set_ylabel("memory (TB/s)", color=MOVED)
 
 
-def _rows(axes: Any, timeline: Timeline, device: int, names: Sequence[str]) -> None:
+def _rows(axes: Any, timeline: Timeline, device: int, names: Sequence[str], scale: float) -> None:
     from matplotlib.colors import to_rgb
 
     codes = raster(timeline, device, COLUMNS, names)
@@ -127,10 +129,10 @@ def _rows(axes: Any, timeline: Timeline, device: int, names: Sequence[str]) -> N
     for phase, name in enumerate(PHASES):
         if phase != RUN:
             image[codes == -1 - phase] = to_rgb(WAITS[name])
-    axes.imshow(image, aspect="auto", interpolation="nearest", extent=(0, timeline.duration_ns / 1e6, timeline.workers, 0))
+    axes.imshow(image, aspect="auto", interpolation="nearest", extent=(0, timeline.duration_ns / scale, timeline.workers, 0))
     axes.set_ylabel("SM" if hardware.backend_of(timeline.graph.target) == "cuda" else "worker")
     for end in analysis.step_ends(timeline, device)[:-1]:
-        axes.axvline(end / 1e6, color="#1c2530", linewidth=0.5, linestyle=(0, (2, 2)))
+        axes.axvline(end / scale, color="#1c2530", linewidth=0.5, linestyle=(0, (2, 2)))
 
 
 def _idle(axes: Any, timeline: Timeline) -> None:

@@ -23,6 +23,9 @@ class Figure:
     date: str
 
 
+UNKNOWN_PEERS = Figure(65536.0, "guessed: no figure in the description", "2026-11-30")
+
+
 @dataclass(frozen=True)
 class KernelPlan:
     """How the persistent kernel of a GPU is laid out. Bytes a block.
@@ -61,10 +64,14 @@ class Target:
     max_rows: int = 256  # token rows of one step, at most
     append_in: str = "qkv"  # which task rotates queries and keys and appends to the cache: "qkv" or "attention"
     swiglu_columns: int = 16  # output columns of a tile of a gate / up product
+    prompt_rows: int = 0  # of a step that reads prompts with a graph of its own; 0: prompts are read in ordinary steps
+    prompt_least: int = 0  # tokens that are worth such a step
     flagged: bool = False  # activations are their own flags (mpk.graph.tensor_graph.Value)
     activation_bytes: int = 4  # of an element of an activation: 4 (float32) or 2 (bf16)
+    two_shot_bytes: Figure = UNKNOWN_PEERS  # of a message between ranks: most that a rank sends in one shot
     device: str = ""  # part of the name by which a GPU's driver calls it
     kernel: KernelPlan | None = None  # of the `cuda` back end
+    simulation_only: bool = False  # described to be lowered for and simulated; no program is generated for it
 
     def with_workers(self, workers: int) -> Target:
         return replace(self, workers=workers)
@@ -78,6 +85,7 @@ def available_cpus() -> int:
         return os.cpu_count() or 1
 
 
+@cache
 def backend_of(name: str) -> str:
     """Back end of a target; names without a description stand for machines that tests make up, which are threads."""
     return load(name).backend if (FOLDER / f"{name.lower()}.toml").is_file() else "cpp"
@@ -89,12 +97,24 @@ def names() -> list[str]:
 
 
 @cache
-def load(name: str) -> Target:
-    """The description called `name`; raises `TargetError` listing the known ones."""
-    path = FOLDER / f"{name.lower()}.toml"
+def _aliases() -> dict[str, str]:
+    """Other names of targets -> the name of their description."""
+    return {str(alias): name for name in names() for alias in tomllib.loads((FOLDER / f"{name}.toml").read_text()).get("aliases", ())}
+
+
+@cache
+def description(name: str) -> dict[str, Any]:
+    """The whole description called `name`, as it stands in its file; raises `TargetError` listing the known ones."""
+    path = FOLDER / f"{_aliases().get(name.lower(), name.lower())}.toml"
     if not path.is_file():
         raise TargetError(f"target '{name}'", remedy=f"known targets: auto, {', '.join(names())}")
-    data = tomllib.loads(path.read_text())
+    return tomllib.loads(path.read_text())
+
+
+@cache
+def load(name: str) -> Target:
+    """The target called `name`; raises `TargetError` listing the known ones."""
+    data = description(name)
 
     def figure(section: str, key: str) -> Figure:
         entry: dict[str, Any] = data[section][key]
@@ -110,9 +130,12 @@ def load(name: str) -> Target:
         max_signals_per_task=int(data["limits"]["max_signals_per_task"]),
         append_in=str(data.get("fusion", {}).get("append_in", "qkv")),
         swiglu_columns=int(data.get("fusion", {}).get("swiglu_columns", 16)),
+        prompt_rows=int(data.get("prompts", {}).get("rows", 0)), prompt_least=int(data.get("prompts", {}).get("least", 0)),
         flagged=bool(data.get("fusion", {}).get("flagged", False)),
         activation_bytes=int(data.get("fusion", {}).get("activation_bytes", 4)),
+        two_shot_bytes=figure("peers", "two_shot_bytes") if "peers" in data else UNKNOWN_PEERS,
         device=str(data.get("device", "")), kernel=_kernel_plan(data["kernel"]) if "kernel" in data else None,
+        simulation_only=bool(data.get("simulation_only", False)),
     )
 
 
@@ -132,7 +155,7 @@ def choose(name: str) -> str:
 
 def runs_on(target: Target, device: str | None) -> bool:
     """Whether a device of that name (None: no GPU) is what a GPU target describes."""
-    return bool(device and target.device and target.device in device)
+    return bool(device and target.device and target.device in device and not target.simulation_only)
 
 
 def runs_here(target: Target) -> bool:
@@ -141,7 +164,10 @@ def runs_here(target: Target) -> bool:
 
 
 def require_device(target: Target) -> None:
-    """Raise `TargetError` saying what is needed where a GPU target cannot run because the machine has no GPU that answers."""
+    """Raise `TargetError` saying what is needed where a target has no program, or the machine no GPU that answers."""
+    if target.simulation_only:
+        raise TargetError(f"target {target.name}", expected="a target that programs are generated for", actual="one that can only be simulated",
+                          remedy=f"mpk simulate --target {target.name}, or use one of: {', '.join(n for n in names() if not load(n).simulation_only)}")
     if target.backend == "cuda" and _first_device() is None:
         raise TargetError(f"target {target.name}", expected="a CUDA device", actual="none on this machine",
                           remedy="it needs an NVIDIA GPU with its driver and the packages cuda-bindings and nvidia-cuda-nvrtc; the target cpp runs here")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -55,7 +55,7 @@ class Env:
     """Memory of the reference executor. All arrays are float32; every task reads and writes only its regions.
 
     `buffers[name]`: [rows, columns] (rows as in the buffer). `caches[name]`: [slots, max context, columns], key heads first,
-    then value heads. `weight(name)`: the source's tensor, rounded to the engine's weight type and widened again.
+    then value heads. Buffers of kind "peer" hold the parts of all ranks: [rows, ranks * columns]. `weight(name)`: the source's tensor, rounded to the engine's weight type and widened again.
     """
 
     buffers: dict[str, np.ndarray]
@@ -63,6 +63,14 @@ class Env:
     step: StepView
     weight: Callable[[str], np.ndarray]
     graph: TensorGraph
+    rank: int = 0
+    peers: Sequence[Env] = ()  # of all ranks, this one too, where several share the model
+
+    def send(self, op: Operator, columns: slice, values: np.ndarray) -> None:
+        """Put `values` [rows, columns] into this rank's part of the operator's message, in the memory of every rank."""
+        width = int(op.attrs["columns"])
+        for peer in self.peers:
+            peer.buffers[op.outputs[0]][: len(values), self.rank * width + columns.start : self.rank * width + columns.stop] = values
 
 
 class TaskKind(ABC):
@@ -77,6 +85,8 @@ class TaskKind(ABC):
     # How the CUDA back end keeps the operator's matrix: "" (it has none), "rows" (row-major, for gathering) or "stages" (fragments
     # in the order in which the block that computes them streams them, see mpk/codegen/stages.py).
     cuda_form: str = ""
+    # Operand whose producer the tasks go with: cut into the same ranges of tiles, and each run by the worker that ran the same range.
+    follows: str = ""
     # CUDA back end: whether a block's fast warps may begin a task of this kind while slow ones are in another one of the kind (they share
     # scratch memory, so the device code has to see to it).
     overlaps: bool = False
@@ -105,6 +115,10 @@ class TaskKind(ABC):
     def variant(self, op: Operator, graph: TensorGraph, dtype: str) -> Mapping[str, Scalar]:
         """Compile-time constants of the device code; operators with equal constants share one instance."""
 
+    def arguments(self, op: Operator) -> tuple[int, int]:
+        """Numbers that differ among operators of one variant, for the instruction's `iargs`."""
+        return 0, 0
+
     def extra_buffers(self, op: Operator, graph: TensorGraph) -> tuple[Buffer, ...]:
         """Buffers beyond the operator's values that the operator needs (partial sums, caches)."""
         return ()
@@ -120,6 +134,10 @@ class TaskKind(ABC):
     def unit(self, op: Operator, graph: TensorGraph) -> int:
         """Tiles that stay together: tasks begin at multiples of so many."""
         return 1
+
+    def unit_a_task(self, op: Operator, graph: TensorGraph) -> bool:
+        """Whether every task is one unit."""
+        return False
 
     def packed_bytes(self, op: Operator, graph: TensorGraph, dtype: str) -> int:
         """Bytes of the operator's packed matrix, a multiple of 64 (0: it has none)."""

@@ -108,6 +108,10 @@ class Page:
                 raise TimeoutError(f"{expression} is not true after {limit_s:g} s; the page says {self.complaints()}")
             time.sleep(0.02)
 
+    def front(self) -> None:
+        """Make this the page that is shown: others draw nothing."""
+        self.call("Page.bringToFront")
+
     def settle(self) -> None:
         """Until the page has drawn what was asked of it."""
         self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))")

@@ -16,6 +16,7 @@ import pytest
 from mpk.codegen import cuda_source, layout, nvrtc
 from mpk.codegen.layout import KV_PAGE_TOKENS
 from mpk.codegen.program import constant
+from mpk.errors import TargetError
 from mpk.graph.tensor_graph import Scalar
 from mpk.runtime.cuda_device import Device, device_count
 from mpk.tasks.packing import from_bf16, to_bf16
@@ -25,18 +26,21 @@ from tests.support.cuda_emulator import EmulatedDevice, library
 SOURCES = Path(__file__).parent.parent / "cuda"
 ARCHITECTURE = "sm_90a"
 THREADS, SCRATCH_BYTES = 256, 64 * 1024  # of block.cuh
+BLOCK_THREADS, POOL_BYTES = 384, 224 * 1024  # with loaders; all memory of a block, for kinds of prompt steps
 POINTERS = ("weights", "params", "arena", "kv", "step", "segments", "row_token", "row_slot", "row_position", "logit_row", "sequences", "tokens",
             "page_table", "free_pages", "free_page_count", "chosen_logprob", "top_logprob", "top_token", "logits_out", "token_ns", "cancel", "messages")
-SIZES = ("max_batch", "max_rows", "max_context", "max_pages", "num_pages", "opcode", "repeats", "layers", "previous_rows", "drawn_rows", "special_rows")
+SIZES = ("max_batch", "max_rows", "max_context", "max_pages", "num_pages", "opcode", "repeats", "layers", "previous_rows", "drawn_rows", "special_rows",
+         "rank", "prompt_room")
 LAUNCH = np.dtype([*((n, "<u8") for n in POINTERS), ("logits_out_positions", "<i8"), ("flagged_stride", "<i8"), ("instructions", "<u8"), ("times", "<u8"),
-                   ("arrivals", "<u8"), *((n, "<i4") for n in SIZES)], align=True)
+                   ("arrivals", "<u8"), ("places", "<u8"), ("peers", "<u8"), *((n, "<i4") for n in SIZES), ("flag_base", "<u4")], align=True)
 
 
 def source_of(kind: str, constants: Mapping[str, Scalar]) -> str:
     """A kernel around one variant of a kind; of `head` only what comes behind the product."""
     lines = " ".join(f"static constexpr {constant(n, v)};" for n, v in constants.items())
     body = (SOURCES / "head.cuh").read_text() if kind == "head" else f'#include "{kind}/cuda.cuh"\n'
-    return (f"{body}struct V {{ {lines} }};\n"
+    prompt = "#define MPK_PROMPT_KIND\n" if kind.startswith("prompt_") else ""
+    return (f"{prompt}{body}struct V {{ {lines} }};\n"
             "__device__ __forceinline__ void run_body(int, const mpk::Context& c, const mpk::Instruction& i, mpk::Block& b) "
             f"{{ mpk::{kind}::run<V>(c, i, b); }}\n{(SOURCES / 'kinds.cuh').read_text()}")
 
@@ -61,6 +65,14 @@ def compiled(kind: str, constants: Mapping[str, Scalar]) -> nvrtc.Cubin:
     return _compiled(kind, tuple(constants.items()))
 
 
+def require_nvrtc() -> None:
+    """Skip the test where CUDA source cannot be compiled."""
+    try:
+        nvrtc.version()
+    except TargetError:
+        pytest.skip("NVRTC is not installed")
+
+
 EMULATE = os.environ.get("MPK_EMULATE_CUDA", "") == "1"  # run on the CPU what tests would run on a GPU
 
 
@@ -78,7 +90,12 @@ def device() -> Any:
 def _function(kind: str, constants: tuple[tuple[str, Scalar], ...]) -> Any:
     if EMULATE:
         return library(source_of(kind, dict(constants)), kind)
-    return device().function(device().load(_compiled(kind, constants).image), "run_kind", SCRATCH_BYTES)
+    return device().function(device().load(_compiled(kind, constants).image), "run_kind", shared_bytes(kind))
+
+
+def shared_bytes(kind: str) -> int:
+    """Shared memory of a block that runs the kind."""
+    return POOL_BYTES + 1024 if kind.startswith("prompt_") else SCRATCH_BYTES
 
 
 EMPTY = 0xFF  # bytes of flagged words that have not been written
@@ -99,12 +116,13 @@ class Machine:
         self.offsets: dict[str, int] = {}
         self.flagged: set[str] = set()
 
-    def put(self, name: str, array: np.ndarray) -> None:
-        """Upload `array` as field `name` of the context."""
+    def put(self, name: str, array: np.ndarray, field: bool = True) -> None:
+        """Upload `array` as field `name` of the context (or as none)."""
         self.arrays[name] = array
         self.memory[name] = self.device.allocate(array.nbytes + 256)
         self.memory[name].upload(array)
-        self.launch[name] = self.memory[name].address
+        if field:
+            self.launch[name] = self.memory[name].address
 
     def buffers(self, flagged: Collection[str] = (), previous_rows: int = 0, **buffers: np.ndarray) -> None:
         """Upload buffers into one arena; `flagged`: names of those that are. Their other copy is empty but for `previous_rows` rows."""
@@ -141,9 +159,11 @@ class Machine:
         return bool((self.memory["arena"].download(np.uint8, self.arrays[name].nbytes, self._place(name, 1)) == EMPTY).all())
 
     def run(self, kind: str, constants: Mapping[str, Scalar], operands: Sequence[str], ranges: Iterable[tuple[int, int]], repeats: int = 1,
-            layers: int = 1) -> np.ndarray:
+            layers: int = 1, iargs: tuple[int, int] = (0, 0)) -> np.ndarray:
         """Run tiles ranges[b] on block b; returns nanoseconds [repeats, blocks] of the body on each block."""
-        return self._launch(_function(kind, tuple(constants.items())), operands, list(ranges), repeats, layers)
+        threads = BLOCK_THREADS if kind.startswith("prompt_") else THREADS
+        return self._launch(_function(kind, tuple(constants.items())), operands, list(ranges), repeats, layers, iargs=iargs, threads=threads,
+                            shared=shared_bytes(kind))
 
     def run_library(self, library: Any, operands: Sequence[str], ranges: Sequence[tuple[int, int]], weights: Sequence[int], gathered: int = 0) -> None:
         """Run tiles ranges[b] on block b of an emulated kernel, whose weights begin at byte weights[b] behind `gathered` bytes of a matrix whose rows
@@ -151,9 +171,10 @@ class Machine:
         self._launch(library, operands, ranges, 1, 1, weights, gathered)
 
     def _launch(self, function: Any, operands: Sequence[str], ranges: Sequence[tuple[int, int]], repeats: int, layers: int,
-                weights: Sequence[int] = (), gathered: int = 0) -> np.ndarray:
+                weights: Sequence[int] = (), gathered: int = 0, iargs: tuple[int, int] = (0, 0), threads: int = THREADS,
+                shared: int = SCRATCH_BYTES) -> np.ndarray:
         instructions = np.zeros(len(ranges), layout.dtype("Instruction"))
-        instructions["operand"] = -1
+        instructions["operand"], instructions["iargs"] = -1, iargs
         for slot, name in enumerate(operands):
             instructions["operand"][:, slot] = self.offsets.get(name, -1)
         if gathered:
@@ -167,7 +188,7 @@ class Machine:
         for name, memory in own.items():
             self.launch[name] = memory.address
         self.launch["repeats"], self.launch["layers"] = repeats, layers
-        self.device.launch(function, len(ranges), THREADS, SCRATCH_BYTES, self.launch)
+        self.device.launch(function, len(ranges), threads, shared, self.launch)
         self.device.synchronize()
         times: np.ndarray = own["times"].download(np.int64, repeats * len(ranges))
         return times.reshape(repeats, len(ranges))

@@ -15,6 +15,7 @@ from mpk.codegen import layout
 from mpk.codegen.compile import build_library, find_compiler
 from mpk.codegen.program import ProgramBuilder, ProgramSource
 from mpk.runtime.engine import Engine
+from mpk.runtime.group import ThreadGroupEngine
 from mpk.runtime.request import SamplingOptions
 from mpk.runtime.state import State
 from tests.support.library import SOURCES
@@ -57,17 +58,21 @@ def run_race_test(executable: Path, engine: Engine, prompts: list[list[int]], op
 
 
 def _dump(engine: Engine, prompts: list[list[int]], options: SamplingOptions, max_context: int, path: Path) -> None:
-    state = State(engine.graph, len(prompts), max_context, explicit=True)
-    state.reset()
-    for slot, prompt in enumerate(prompts):
-        state.set_sequence(slot, np.array(prompt), options)
-    arrays = state.arrays(engine.program.tables, engine.weights)
+    shards = engine.shards if isinstance(engine, ThreadGroupEngine) else [engine.weights]
     fields = layout.dtype("Launch").fields
     assert fields is not None
     with path.open("wb") as file:
-        launch = state.launch(arrays, engine.program.scratch_bytes, 60.0)
-        file.write(launch.tobytes())
-        for name, array in arrays.items():
-            if array is not None:
-                file.write(np.array([fields[name][1], array.nbytes], np.int64).tobytes() + array.tobytes())
-        file.write(np.array([-1], np.int64).tobytes())
+        file.write(np.array([len(shards), engine.graph.peer_bytes], np.int64).tobytes())
+        for rank, weights in enumerate(shards):
+            state = State(engine.graph, len(prompts), max_context, explicit=True)
+            state.reset()
+            for slot, prompt in enumerate(prompts):
+                state.set_sequence(slot, np.array(prompt), options)
+            arrays = state.arrays(engine.program.tables, weights)
+            launch = state.launch(arrays, engine.program.scratch_bytes, 60.0)
+            launch["rank"], launch["ranks"] = rank, len(shards)
+            file.write(launch.tobytes())
+            for name, array in arrays.items():
+                if array is not None:
+                    file.write(np.array([fields[name][1], array.nbytes], np.int64).tobytes() + array.tobytes())
+            file.write(np.array([-1], np.int64).tobytes())

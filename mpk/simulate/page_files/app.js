@@ -59,6 +59,7 @@ class App {
     const middle = (begin + end) / 2;
     const from = Math.min(Math.max(middle - length / 2, -margin), this.whole - length + margin);
     this.view = { begin: from, end: from + length };
+    this.hideTip();
     this.draw();
   }
 
@@ -96,6 +97,10 @@ class App {
     const c = s.context, base = s.height - 4, high = s.height - 8;
     c.fillStyle = this.palette.track;
     c.fillRect(LEFT, base - high, s.plot, high);
+    c.save();
+    c.beginPath();
+    c.rect(LEFT, 0, s.plot, s.height);
+    c.clip();
     this.panels.forEach((p, i) => {
       const { utilisation } = p.described.overview, begin = p.shift, length = p.timeline.duration * p.tick;
       c.beginPath();
@@ -110,7 +115,7 @@ class App {
       if (i === 0) c.fill();
       else c.stroke();
     });
-    c.globalAlpha = 1;
+    c.restore();
     const from = LEFT + Math.max(0, this.view.begin / this.whole) * s.plot, to = LEFT + Math.min(1, this.view.end / this.whole) * s.plot;
     c.fillStyle = this.palette.paper;
     c.globalAlpha = 0.72;
@@ -163,7 +168,8 @@ class App {
     else {
       const [name, lines] = panel.describe(span), cause = panel.causeOf(span);
       this.detail.replaceChildren(element("b", {}, name), " \u00b7 " + lines.join(" \u00b7 "),
-        cause < 0 ? "" : element("button", { type: "button", onclick: () => this.follow() }, "go there (C)"));
+        cause < 0 ? "" : element("button", { type: "button", onclick: () => this.follow() }, "go there (C)"),
+        this.comparable(panel, span) ? element("button", { type: "button", onclick: () => this.align() }, "align the other timeline (A)") : "");
       const track = panel.trackOf(span), top = track.worker * panel.rowHeight;
       if (top < panel.scroll || top + panel.rowHeight > panel.scroll + panel.height) panel.scrollTo(top - panel.height / 2);
     }
@@ -176,6 +182,23 @@ class App {
     if (cause < 0) return;
     this.select(panel, cause, false);
     this.reveal(panel, cause);
+  }
+
+  comparable(panel, span) {
+    return this.panels.length === 2 && this.panels[0].graph === this.panels[1].graph && panel.data.task[span] !== NO_TASK;
+  }
+
+  // Moves the other timeline so that the chosen span's task begins at the same time in both.
+  align() {
+    const panel = this.current;
+    if (!panel || !this.comparable(panel, panel.selected)) return;
+    const task = panel.data.task[panel.selected], track = panel.workers[panel.graph.tasks.worker[task]]?.[CONSUMER];
+    const step = panel.stepOf(panel.selected);
+    for (let i = track?.first ?? 0; track && i < track.stop; ++i) {
+      if (panel.data.task[i] !== task || panel.data.phase[i] !== RUN || panel.stepOf(i) !== step) continue;
+      this.panels.find((p) => p !== panel).align(task, step, panel.ns(panel.data.begin[i]));
+      return;
+    }
   }
 
   reveal(panel, span) {
@@ -362,7 +385,7 @@ class App {
       "ArrowLeft": () => rows && this.pan(-0.2), "ArrowRight": () => rows && this.pan(0.2),
       "ArrowUp": () => (event.shiftKey ? this.growRows(1.4) : target.matches?.(".rows") && this.neighbour(0, -1)),
       "ArrowDown": () => (event.shiftKey ? this.growRows(1 / 1.4) : target.matches?.(".rows") && this.neighbour(0, 1)),
-      "[": () => this.neighbour(-1, 0), "]": () => this.neighbour(1, 0), "c": () => this.follow(),
+      "[": () => this.neighbour(-1, 0), "]": () => this.neighbour(1, 0), "c": () => this.follow(), "a": () => this.align(),
       "Enter": () => this.current && this.zoomTo(this.current, this.current.selected),
       "/": () => { this.search.input.focus(); this.search.input.select(); },
       "n": () => this.search.step(1), "N": () => this.search.step(-1), "?": () => document.getElementById("help").scrollIntoView(),

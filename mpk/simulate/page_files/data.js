@@ -82,9 +82,10 @@ class Store {
     }));
   }
 
-  async device(timeline, device) {
+  // A promise, kept from the first call on: a block can be read once only.
+  device(timeline, device) {
     const described = manifest.timelines[timeline].devices[device];
-    if (!this.spans.has(described.block)) this.spans.set(described.block, await readSpans(described.block, described.tracks));
+    if (!this.spans.has(described.block)) this.spans.set(described.block, readSpans(described.block, described.tracks));
     return this.spans.get(described.block);
   }
 }

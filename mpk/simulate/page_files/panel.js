@@ -51,7 +51,8 @@ class Panel {
       element("small", {}, key("accent"), `running ${unit}s`), element("small", {}, key("mark"), `bytes from memory (${this.timeline.traffic})`),
       this.timeline.roles.length > 1 ? element("small", {}, "below each " + unit + ", where rows are high enough: its "
         + this.timeline.roles.slice(1).map((r) => manifest.roles[r]).join(", ")) : null);
-    if (many) title.append(this.stepChoice());
+    if (many && this.timeline.steps > 1) title.append(this.stepChoice());
+    if (many) title.append(this.moved = element("small", {}));
     this.element = element("div", { class: "panel" }, title, this.chart, this.rows);
     this.chartSurface = new Surface(this.chart), this.rowSurface = new Surface(this.rows);
   }
@@ -62,21 +63,50 @@ class Panel {
 
   // Which step stands at the beginning of the common axis, so that single steps can be compared.
   stepChoice() {
-    if (this.timeline.steps < 2) return null;
     const select = element("select", { "aria-label": `First step shown of the ${this.timeline.source} timeline` });
     for (let s = 0; s < this.timeline.steps; ++s) select.append(element("option", { value: s }, `from step ${s + 1} of ${this.timeline.steps}`));
     select.addEventListener("change", () => {
       const step = Number(select.value);
-      this.shift = step === 0 ? 0 : -this.described.steps[step - 1] * this.tick;
-      this.app.draw();
+      this.move(step === 0 ? 0 : -this.described.steps[step - 1] * this.tick);
     });
     return select;
   }
 
+  // Puts the timeline that many ns to the right on the common axis, and says so.
+  move(shift) {
+    this.shift = shift;
+    this.moved.replaceChildren();
+    if (shift !== 0) {
+      this.moved.append(`moved by ${shift > 0 ? "+" : "\u2212"}${duration(Math.abs(shift))} `,
+        element("button", { type: "button", onclick: () => this.move(0) }, "back"));
+    }
+    this.app.draw();
+  }
+
+  // Moves the timeline so that the run of `task` in the given step begins at `time` on the common axis; returns whether there is one.
+  align(task, step, time) {
+    const track = this.workers[this.graph.tasks.worker[task]]?.[CONSUMER];
+    for (let i = track?.first ?? 0; track && i < track.stop; ++i) {
+      if (this.data.task[i] !== task || this.data.phase[i] !== RUN || this.stepOf(i) !== Math.min(step, this.described.steps.length - 1)) continue;
+      this.move(time - this.data.begin[i] * this.tick);
+      return true;
+    }
+    return false;
+  }
+
+  stepOf(i) {
+    const step = this.described.steps.findIndex((end) => this.data.begin[i] < end);
+    return step < 0 ? this.described.steps.length - 1 : step;
+  }
+
   async load(device) {
-    this.data = await this.app.store.device(this.index, device);
+    this.device = device;
+    const data = await this.app.store.device(this.index, device);
+    if (this.device !== device) return;  // another one was chosen meanwhile
+    this.data = data;
     this.described = this.timeline.devices[device];
     this.selected = -1;
+    this.found = null;
     this.workers = [];
     this.data.tracks.forEach((track) => {
       (this.workers[track.worker] ??= [null, null, null])[track.role] = track;
@@ -135,7 +165,8 @@ class Panel {
     if (!this.bins || this.bins.width !== width) this.bins = new Bins(width);
     const loads = this.timeline.traffic === "loads";
     const totals = { busy: new Float32Array(width), moved: new Float64Array(width), moves: (role, running) => (loads ? role === LOADER : role === CONSUMER && running) };
-    const painter = new Painter(width, height, app.palette), row = this.rowHeight * s.ratio;
+    if (!this.painter?.fits(width, height)) this.painter = new Painter(width, height);
+    const painter = this.painter.begin(app.palette, s.ratio), row = this.rowHeight * s.ratio;
     const top = this.scroll * s.ratio;
     this.workers.forEach((lanes, w) => {
       const y = Math.round(w * row - top), ends = this.lanes(Math.round((w + 1) * row - top) - y);

@@ -77,16 +77,14 @@ class Bins {
     this.pixel = -1;
   }
 
-  // Pixels [from, to) wholly covered.
+  // Pixels [from, to) wholly covered. Most ranges are a few pixels, for which a loop beats `fill`.
   cover(from, to, running, which) {
     this.flush();
-    if (running) {
-      this.run.fill(1, from, to);
-      this.kind.fill(which, from, to);
-    } else {
-      this.wait.fill(1, from, to);
-      this.cause.fill(which, from, to);
-    }
+    const share = running ? this.run : this.wait, label = running ? this.kind : this.cause;
+    if (to - from > 48) {
+      share.fill(1, from, to);
+      label.fill(which, from, to);
+    } else for (let x = from; x < to; ++x) share[x] = 1, label[x] = which;
   }
 }
 
@@ -186,36 +184,60 @@ const hex = (colour) => "#" + colour.map((v) => v.toString(16).padStart(2, "0"))
 const mix = (a, b, share) => a.map((v, i) => Math.round(v + (b[i] - v) * share));
 const pixel = ([r, g, b]) => ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;  // little-endian RGBA
 
-// Paints binned tracks into an image. A lane's rows differ only in the hatching, so that four variants of its row are made and copied.
+// Paints binned tracks into an image. All rows of a lane are alike but for the hatching of some causes, which repeats every four.
 class Painter {
-  constructor(width, height, palette) {
+  constructor(width, height) {
     this.image = new ImageData(width, height);
     this.pixels = new Uint32Array(this.image.data.buffer);
-    this.pixels.fill(palette.ground);
-    this.width = width, this.height = height, this.palette = palette;
-    this.rows = [0, 1, 2, 3].map(() => new Uint32Array(width));
+    this.width = width, this.height = height;
+    this.row = new Uint32Array(width);
     this.upper = new Uint32Array(width);
+    this.hatched = new Uint32Array(width);
+  }
+
+  fits(width, height) {
+    return this.width === width && this.height === height;
+  }
+
+  // An empty image in the colours of `palette`, for a screen of `ratio` device pixels a CSS pixel.
+  begin(palette, ratio) {
+    this.palette = palette;
+    this.shift = ratio >= 1.75 ? 1 : 0;  // hatching is as wide on a fine screen
+    this.pixels.fill(palette.ground);
+    return this;
   }
 
   // Rows [top, bottom) of the image show `bins`, running spans in the tones of `runs`; waits fill the lower part of tall lanes only.
   lane(bins, top, bottom, runs) {
-    const { palette, width, rows, upper, pixels } = this;
+    const { palette, width, row, upper, pixels } = this;
     const from = Math.max(0, top), to = Math.min(this.height, bottom);
     if (from >= to) return;
-    for (let x = 0; x < width; ++x) {
-      const run = bins.run[x], wait = bins.wait[x];
-      if (run > 0 && (run >= 0.5 * wait || wait < 0.02)) {
-        const c = runs[bins.kind[x]][Math.min(LEVELS - 1, Math.ceil(run * (LEVELS - 1)))];
-        upper[x] = rows[0][x] = rows[1][x] = rows[2][x] = rows[3][x] = c;
-      } else if (wait > 0) {
-        const cause = bins.cause[x], c = palette.idle[cause][Math.min(LEVELS - 1, Math.ceil(wait * (LEVELS - 1)))];
-        upper[x] = palette.ground;
-        rows[0][x] = rows[1][x] = rows[2][x] = rows[3][x] = c;
-        const hatch = palette.hatch[cause];
-        if (hatch !== null) rows[cause === 2 ? (4 - (x & 3)) & 3 : (x & 3) === 0 ? 0 : (x & 3) === 2 ? 2 : 1][x] = cause === 2 || (x & 1) === 0 ? hatch : c;
-      } else upper[x] = rows[0][x] = rows[1][x] = rows[2][x] = rows[3][x] = palette.ground;
-    }
+    const { run, wait, kind, cause } = bins, { idle, hatch, ground } = palette, highest = LEVELS - 1;
     const low = bottom - top >= 10 ? top + Math.round((bottom - top) * 0.45) : top;
-    for (let y = from; y < to; ++y) pixels.set(y < low ? upper : rows[y & 3], y * width);
+    const hatches = [];
+    row.fill(ground);
+    if (low > top) upper.fill(ground);
+    for (let x = 0; x < width; ++x) {
+      const r = run[x], w = wait[x];
+      if (r > 0 && (r >= 0.5 * w || w < 0.02)) {
+        row[x] = runs[kind[x]][Math.min(highest, Math.ceil(r * highest))];
+        if (low > top) upper[x] = row[x];
+      } else if (w > 0) {
+        row[x] = idle[cause[x]][Math.min(highest, Math.ceil(w * highest))];
+        if (hatch[cause[x]] !== null) hatches.push(x);
+      }
+    }
+    for (let y = from; y < to; ++y) pixels.set(y < low ? upper : hatches.length > 0 ? this.hatch(hatches, cause, y) : row, y * width);
+  }
+
+  // The row at height y: slanted lines where weights are waited for, dots where a peer is.
+  hatch(places, cause, y) {
+    const { hatched, shift, palette } = this, v = y >> shift;
+    hatched.set(this.row);
+    for (const x of places) {
+      const u = x >> shift;
+      if (cause[x] === 2 ? ((u + v) & 3) === 0 : (u & 1) === 0 && (v & 1) === 0 && ((u + v) & 2) === 0) hatched[x] = palette.hatch[cause[x]];
+    }
+    return hatched;
   }
 }

@@ -1,6 +1,7 @@
 // advance: chooses the tokens of sequences that need no `sample` task, closes the step, and plans the next one, on one block.
 // Operands: choice [max_batch] of messages {token, -, -, step number} from `sample`, tops [logit rows][parts] of messages from `head` (see
-// sampling.cuh), logits [logit rows][vocab] float32. Variant: vocab, parts, slice.
+// sampling.cuh), logits [logit rows][vocab] float32, and where ranks share the model agreed [1] int32, flagged: whether the host has
+// cancelled, as all ranks know it. Variant: vocab, parts, slice.
 //
 // Nobody works until this is done, so it polls what it needs word by word, and waits for counters only when it has the plan: for the last of its
 // events, which says that all blocks are through with what the next step relies on, and has mostly come by then; for the logits only if it
@@ -8,6 +9,7 @@
 // data is there, without any effect.
 #pragma once
 #include "advance/plan.cuh"
+#include "mpk/flagged.cuh"
 #include "mpk/philox.hpp"
 #include "mpk/sampling.cuh"
 #include "mpk/wait.cuh"
@@ -15,7 +17,7 @@
 namespace mpk::advance {
 
 constexpr bool waits_inside = true;
-constexpr int CHOICE = 0, TOPS = 1, LOGITS = 2;  // operand slots
+constexpr int CHOICE = 0, TOPS = 1, LOGITS = 2, AGREED = 3;  // operand slots
 
 template <class V>
 struct Memory {
@@ -73,6 +75,14 @@ __device__ __forceinline__ int await_choice(const Context& c, const Instruction&
   return int(__shfl_sync(ALL_LANES, v.x, 0));
 }
 
+// Whether the host has cancelled: what this block sees, or what all ranks agree on, whose steps must be the same (step 0 is nobody's).
+__device__ __forceinline__ bool is_cancelled(const Context& c, const Instruction& i, Block& b) {
+  if (i.operand[AGREED] < 0) return load_system(c.cancel) != 0;
+  if (b.step->rows == 0) return false;
+  const int32_t* agreed = flagged<const int32_t>(c, i, AGREED, b);
+  return settled_4(b, agreed, load_4(agreed)) != 0;
+}
+
 template <class V>
 __device__ void run(const Context& c, const Instruction& i, Block& b) {
   static_assert(sizeof(Memory<V>) <= SCRATCH_BYTES, "scratch");
@@ -90,7 +100,7 @@ __device__ void run(const Context& c, const Instruction& i, Block& b) {
   Slot given{};  // on every path: else registers hold what they held, all through the program
   int free_pages = 0;
   bool cancelled = false;
-  if (b.warp == 0) given.load(c, b.lane, int(V::vocab)), free_pages = load_int(c.free_page_count), cancelled = load_system(c.cancel) != 0;
+  if (b.warp == 0) given.load(c, b.lane, int(V::vocab)), free_pages = load_int(c.free_page_count), cancelled = is_cancelled(c, i, b);
   b.sync();
   if (b.thread < MAX_ROWS) m.pick[b.thread] = Pick{};
   b.sync();

@@ -15,12 +15,18 @@ from mpk.tasks.packing import PANEL
 def run(op: Operator, task: Task, env: Env) -> None:
     """The product, then tops[row, slice] = (largest logit, its token as the bits of an int32, and zeros); the other outputs are zeros."""
     linear.run(op, task, env)
-    size, vocab = int(op.attrs["slice"]), int(op.attrs["n"])
-    logits, tops = env.buffers[op.outputs[0]], env.buffers[op.outputs[1]]
+    size = int(op.attrs["slice"])
     for region in task.writes[2:]:
         env.buffers[region.buffer][:, region.begin : region.end] = 0
+    put_tops(op, env, op.outputs[0], op.outputs[1], range(task.tile_begin * PANEL // size, -(-task.tile_end * PANEL // size)))
+
+
+def put_tops(op: Operator, env: Env, of: str, to: str, parts: range) -> None:
+    """The maxima of slices of the logits `of`, in the buffer `to`."""
+    logits, tops, size = env.buffers[of], env.buffers[to], int(op.attrs["slice"])
+    vocab = logits.shape[1]
     for place in range(len(env.step.logit_rows)):
-        for part in range(task.tile_begin * PANEL // size, -(-task.tile_end * PANEL // size)):
+        for part in parts:
             own = logits[place, part * size : min((part + 1) * size, vocab)]
             first = int(np.argmax(own))
             tops[place, part * MESSAGE_COLUMNS : (part + 1) * MESSAGE_COLUMNS] = 0

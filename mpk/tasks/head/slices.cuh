@@ -116,6 +116,7 @@ __device__ __forceinline__ void penalise(const Block& b, Memory& m, const float*
 
 template <class V>
 __device__ __forceinline__ void keep_all(const Context& c, const Block& b, const float* logits, int slot, int position, int begin, int end) {
+  if (c.logits_out == nullptr) return;  // another rank hands them out
   float* to = c.logits_out + (slot * c.logits_out_positions + position) * int64_t(V::vocab);
 #pragma unroll 1
   for (int j = begin + b.thread; j < end; j += THREADS) to[j] = load_float(logits + j);

@@ -25,6 +25,9 @@ class Head(Linear):
     def unit(self, op: Operator, graph: TensorGraph) -> int:
         return int(op.attrs["slice"]) // PANEL
 
+    def unit_a_task(self, op: Operator, graph: TensorGraph) -> bool:
+        return True
+
     def buffers(self, op: Operator, graph: TensorGraph) -> dict[str, str]:
         return {**({} if self.gathered(op) else {"input": op.inputs[0]}), **dict(zip(self.operands[1:], op.outputs, strict=True))}
 

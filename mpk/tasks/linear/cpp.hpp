@@ -1,18 +1,21 @@
 // linear: 16 output columns a tile of input times packed weights, with an optional RMS norm before and an epilogue after.
 //
 // Operands: input [rows][k], output [rows][n]. Parameters: norm [k] if V::norm, then bias if V::bias (every matrix's padded
-// to whole panels; swiglu: gate, then up). Variant: bf16, n, k, eps, norm, bias, epilogue, gather_logit_rows.
+// to whole panels; swiglu: gate, then up). Variant: bf16, n, k, eps, norm, bias, epilogue, gather_logit_rows; for kSend also
+// columns, ranks, two_shot_rows, and the output is a peer buffer.
 #pragma once
 #include <type_traits>
 
 #include "mpk/context.hpp"
 #include "mpk/matmul.hpp"
+#include "mpk/peer.hpp"
 #include "mpk/rows.hpp"
 
 namespace mpk::linear {
 
 constexpr int kStore = 0;     // output = product
 constexpr int kResidual = 1;  // output += product
+constexpr int kSend = 3;      // this rank's part of a message = product
 constexpr int kSwiglu = 2;    // output = silu(gate product) * up product; panels alternate gate, up
 
 // One row of one tile: `sums` holds the tile's panel (two for swiglu), `count` columns are written.
@@ -39,6 +42,21 @@ MPK_INLINE void finish_tile(const float* sums, const float* bias, float* out, in
   for (int j = 0; j < count; ++j) out[j] = V::epilogue == kResidual ? out[j] + tail[j] : tail[j];
 }
 
+// The same of a product that is sent: to all ranks, or to the one that sums the tile.
+template <class V>
+MPK_INLINE void send_tile(const Context& c, const Instruction& i, int rows, int64_t row, int tile, const float* sums, const float* bias) {
+  constexpr int ranks = int(V::ranks), n = int(V::n);
+  const PeerBuffer<ranks, int(V::columns)> part(c, i, 1);
+  float values[kPanel];
+  finish_tile<V>(sums, bias, values, kPanel);
+  const int column = tile * kPanel, count = n - column < kPanel ? n - column : kPanel;
+  if (rows > int(V::two_shot_rows)) {
+    part.send_to(owner_of_tile(tile, divide_up(n, kPanel), ranks), row, column, values, count);
+  } else {
+    part.send_to_all(row, column, values, count);
+  }
+}
+
 template <class V>
 void run(const Context& c, const Instruction& i, Worker& worker) {
   using W = std::conditional_t<V::bf16, bf16, float>;
@@ -62,7 +80,12 @@ void run(const Context& c, const Instruction& i, Worker& worker) {
     for (int r = 0; r < rows; ++r)
       for (int t = 0; t < tiles; ++t) {
         const int column = (tile + t) * kPanel;
-        finish_tile<V>(sums + int64_t(r) * width + t * panels_a_tile * kPanel, bias + column, out + int64_t(r) * n + column,
+        const float* tile_sums = sums + int64_t(r) * width + t * panels_a_tile * kPanel;
+        if constexpr (V::epilogue == kSend) {
+          send_tile<V>(c, i, rows, r, tile + t, tile_sums, bias + column);
+          continue;
+        }
+        finish_tile<V>(tile_sums, bias + column, out + int64_t(r) * n + column,
                        n - column < kPanel ? n - column : kPanel);
       }
   }

@@ -3,7 +3,8 @@
 // Operands: input [rows][k] bf16, output [rows][n] bf16 (float32 for gathered logits), residual [rows][n] bf16, what is added to the
 // product if V::epilogue says so (it may be the output itself); all but float32 ones are flagged. Parameters: norm [k] if V::norm, then bias
 // if V::bias (padded to whole panels; swiglu: gate, then up). If iargs[0] is set, the input is instead the rows of the step's tokens in the
-// matrix of embeddings, to which `weights` then points (a word of it must not be EMPTY, which is a pair of NaNs). Variant: n, k, eps, norm, bias, epilogue, gather_logit_rows.
+// matrix of embeddings, to which `weights` then points (a word of it must not be EMPTY, which is a pair of NaNs; not with kSend). Variant: n, k,
+// eps, norm, bias, epilogue, gather_logit_rows; for kSend also columns, ranks, two_shot_rows, and the output is a peer buffer.
 //
 // Weights are the A operand of mma.m16n8k16, activations B. Each of the 8 warps owns a contiguous eighth of the columns; sums over
 // warps are taken in a fixed order, once a group of up to 8 tiles. Weights stand in fragment order, with columns permuted inside each 32
@@ -12,6 +13,7 @@
 // A norm's weight multiplies the input (rounded to bf16 once); its scale, one number a row, multiplies the sums.
 #pragma once
 #include "linear/input.cuh"
+#include "mpk/peer.cuh"
 
 namespace mpk::linear {
 
@@ -44,6 +46,26 @@ struct Sums {
   static constexpr bool kFits = !kOneRow || 2 * kSetBytes + Shape<V>::padded * 2 <= kInputBytes;
   static __device__ __forceinline__ float* at(const Block& b) {
     return reinterpret_cast<float*>(b.scratch + (kOneRow ? kInputBytes - (1 + (b.round & 1)) * kSetBytes : 0));
+  }
+};
+
+// Where outputs go with kSend: to all ranks, or to the one that sums the tile.
+template <class V, int EPILOGUE = int(V::epilogue)>
+struct Sender {
+  __device__ __forceinline__ Sender(const Context&, const Instruction&, const Block&, int) {}
+};
+template <class V>
+struct Sender<V, kSend> {
+  static constexpr int ranks = int(V::ranks), tiles = (int(V::n) + kTileRows - 1) / kTileRows;
+  PeerBuffer<ranks, int(V::columns)> part;
+  bool to_owner;
+  __device__ __forceinline__ Sender(const Context& c, const Instruction& i, const Block& b, int rows) : part(c, i, 1, b), to_owner(rows > int(V::two_shot_rows)) {}
+  __device__ __forceinline__ void put(int row, int column, float2 y) const {
+    if (to_owner) {
+      part.send_to(owner_of_tile(column / kTileRows, tiles, ranks), row, column, y.x, y.y);
+    } else {
+      part.send_to_all(row, column, y.x, y.y);
+    }
   }
 };
 
@@ -90,7 +112,7 @@ struct Finish {
 
   template <class Sink>
   static __device__ __forceinline__ void run(Block& b, const float* sums, const float* bias, void* out, const bf16* residual, int rows, int first,
-                                             int tiles, const uint32_t (&old)[kEach], Sink& sink) {
+                                             int tiles, const uint32_t (&old)[kEach], const Sender<V>& sender, Sink& sink) {
 #pragma unroll
     for (int e = 0; e < kEach; ++e) {
       int tile, row, pair;
@@ -112,6 +134,10 @@ struct Finish {
         }
       }
       if constexpr (V::epilogue == kSwiglu) y.x = gated(y.x, u.x), y.y = gated(y.y, u.y);
+      if constexpr (V::epilogue == kSend) {
+        sender.put(row, column, y);
+        continue;
+      }
       const int64_t place = int64_t(row) * S::n + column;
       if constexpr (V::epilogue == kResidual) {
         const uint32_t before = settled_4(b, residual + place, old[e]);
@@ -134,7 +160,7 @@ struct Finish {
 template <class V>
 __device__ __forceinline__ void clear_old(const Context& c, const Instruction& in, const Block& b) {
   using S = Shape<V>;
-  if constexpr (!FLAGGED || S::wide) return;
+  if constexpr (!FLAGGED || S::wide || V::epilogue == kSend) return;
   const int begin = in.tile_begin * S::tile_columns, end = in.tile_end * S::tile_columns < S::n ? in.tile_end * S::tile_columns : S::n;
   bf16* old = other_copy(c, flagged<bf16>(c, in, 1, b), b);
   for (int row = b.warp; row < rows_to_clear(b); row += WARPS)
@@ -205,7 +231,7 @@ __device__ __forceinline__ void product(const Context& c, const Instruction& in,
   int each = tiles, larger = 0;
   if (groups > 1) each = tiles / groups, larger = tiles % groups;
   sink.begin(c, b, b.scratch + kInputBytes);
-  const bool embeds = in.iargs[0] != 0;
+  const bool embeds = V::epilogue != kSend && in.iargs[0] != 0;
   Input input(b, embeds ? reinterpret_cast<const bf16*>(c.weights + in.weights) : flagged<const bf16>(c, in, 0, b), embeds, rows, params);
   int first = in.tile_begin;
   for (int group = 0; group < groups; ++group) {
@@ -238,8 +264,9 @@ __device__ __forceinline__ void product(const Context& c, const Instruction& in,
           }
         }
       }
+      const Sender<V> sender(c, in, b, rows);
       b.sync();
-      F::run(b, sums, bias, out, residual, rows, first + r * M::kRound, count - r * M::kRound, old[r], sink);
+      F::run(b, sums, bias, out, residual, rows, first + r * M::kRound, count - r * M::kRound, old[r], sender, sink);
       if constexpr (!M::kOneRow) b.sync();  // before the sums are overwritten
       ++b.round;
     }

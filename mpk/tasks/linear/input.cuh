@@ -4,7 +4,7 @@
 
 namespace mpk::linear {
 
-constexpr int kStore = 0, kResidual = 1, kSwiglu = 2;
+constexpr int kStore = 0, kResidual = 1, kSwiglu = 2, kSend = 3;
 constexpr int kTileRows = 16, kGroup = 8;
 // Of the scratch memory, input and sums of warps have this much, and what else wants the outputs the rest.
 constexpr int kInputBytes = SCRATCH_BYTES - 1024, kWarpBytes = kInputBytes / WARPS;

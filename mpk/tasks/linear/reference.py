@@ -39,5 +39,7 @@ def run(op: Operator, task: Task, env: Env) -> None:
             out[: len(rows), columns] = gate / (1 + np.exp(-gate)) * up
     elif op.attrs["epilogue"] == "residual":
         out[: len(rows), columns] = env.buffers[op.inputs[1]][: len(rows), columns] + products[0]
+    elif op.attrs["epilogue"] == "send":
+        env.send(op, columns, products[0])
     else:
         out[: len(rows), columns] = products[0]

@@ -1,9 +1,10 @@
 """Task kind `linear`: a product with packed weights, RMS norm before and epilogue after; a tile is 16 output columns.
 
 Operator: inputs (input [rows, k],) or, for `residual`, (input, x); outputs (out [rows, n],), for `residual` perhaps x itself (always in
-the C++ back end);
+the C++ back end), and this rank's part of a message for `send`, with the attrs of one {columns, ranks, two_shot_rows, message, messages}
+(`mpk.tasks.messages`);
 weights {weight: (name,) [n, k], (gate, up) for `swiglu`, or for `store` several that are stacked (CUDA only); norm: (name,) optional;
-bias: as many names as weight, optional}; attrs {n, k, eps, epilogue: store | residual | swiglu, gather_logit_rows, tile_columns
+bias: as many names as weight, optional}; attrs {n, k, eps, epilogue: store | residual | swiglu | send, gather_logit_rows, tile_columns
 (output columns of a tile, default 16)}. With `gather_logit_rows` row r of the output belongs to
 row logit_rows[r] of the input. A product with weights {embedding: (name,)} (CUDA only) has the step instead of an input: its input is the rows of
 the step's tokens in that matrix.
@@ -19,9 +20,10 @@ from mpk.errors import InternalError
 from mpk.graph.sm_task_graph import Cost, Region
 from mpk.graph.tensor_graph import Operator, Scalar, TensorGraph
 from mpk.tasks.base import TaskKind, WeightSource
+from mpk.tasks.messages import message_of
 from mpk.tasks.packing import PANEL, pack_rows, padded_vector, panel_bytes, panel_view
 
-EPILOGUES = {"store": 0, "residual": 1, "swiglu": 2}  # kStore, kResidual, kSwiglu of cpp.hpp
+EPILOGUES = {"store": 0, "residual": 1, "swiglu": 2, "send": 3}  # kStore, kResidual, kSwiglu, kSend of cpp.hpp
 PANEL_GROUP = 8  # kPanelGroup of matmul.hpp: panels multiplied at a time, whose sums stand in scratch
 
 
@@ -61,11 +63,16 @@ class Linear(TaskKind):
         return Cost(panels * panel_bytes(k, dtype), 4 * (k + columns), 2 * panels * PANEL * k)
 
     def variant(self, op: Operator, graph: TensorGraph, dtype: str) -> Mapping[str, Scalar]:
+        sent: dict[str, Scalar] = {name: int(op.attrs[name]) for name in ("columns", "ranks", "two_shot_rows") if name in op.attrs}
         return {
+            **sent,
             "bf16": dtype == "bf16", "n": int(op.attrs["n"]), "k": int(op.attrs["k"]), "eps": float(op.attrs["eps"]),
             "norm": "norm" in op.weights, "bias": "bias" in op.weights, "epilogue": self._epilogue(op),
             "gather_logit_rows": bool(op.attrs["gather_logit_rows"]),
         }
+
+    def arguments(self, op: Operator) -> tuple[int, int]:
+        return message_of(op.attrs) if op.attrs["epilogue"] == "send" else (0, 0)
 
     def scratch_bytes(self, op: Operator, graph: TensorGraph, max_rows: int) -> int:
         """Sums of a group of panels for all rows, and the gathered or normalised input."""
@@ -101,7 +108,7 @@ class Linear(TaskKind):
     def _epilogue(op: Operator) -> int:
         name, matrices = str(op.attrs["epilogue"]), len(op.weights["weight"])
         if name not in EPILOGUES or (matrices != (2 if name == "swiglu" else 1) and name != "store"):
-            raise InternalError(f"operator {op.name}: epilogue {name} with {matrices} matrices, expected residual with 1, swiglu with 2")
+            raise InternalError(f"operator {op.name}: epilogue {name} with {matrices} matrices, expected residual and send with 1, swiglu with 2")
         return EPILOGUES[name]
 
 

@@ -35,6 +35,7 @@ void run(const Context& c, const Instruction& in, Worker& worker) {
       if (c.row_slot[row] != slot) continue;
       const float* mine = logits + int64_t(l) * vocab;
       if (c.sequences[slot].all_logits) {
+        if (c.logits_out == nullptr) continue;  // another rank hands them out
         const int64_t place = slot * c.logits_out_positions + c.row_position[row];
         std::memcpy(c.logits_out + place * vocab, mine, sizeof(float) * vocab);
       } else {

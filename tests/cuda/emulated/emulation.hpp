@@ -26,12 +26,13 @@ using std::min;
 
 struct uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(16) ulonglong2 { unsigned long long x, y; };
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 
 namespace emulation {
 
-constexpr int THREADS = 256, WARPS = THREADS / 32, STACK_BYTES = 256 << 10, SHARED_BYTES = 64 << 10;
+constexpr int THREADS = 256, WARPS = THREADS / 32, STACK_BYTES = 256 << 10, SHARED_BYTES = 225 << 10;
 constexpr long TURNS = 2'000'000;  // after so many the block is taken to hang
 
 struct Fiber {
@@ -47,7 +48,7 @@ inline Fiber fibers[THREADS];
 inline jmp_buf scheduler;
 inline int thread, block, blocks;
 inline void (*body)();
-alignas(128) inline unsigned char shared_memory[SHARED_BYTES];
+alignas(1024) inline unsigned char shared_memory[SHARED_BYTES];
 
 inline void give_turn() {
   if (_setjmp(fibers[thread].place) == 0) _longjmp(scheduler, 1);
@@ -72,7 +73,7 @@ struct Meeting {
     while (number == mine) give_turn();
   }
 };
-inline Meeting warp_meetings[WARPS], block_meeting;
+inline Meeting warp_meetings[WARPS], group_meetings[WARPS / 4], block_meeting;
 inline Message messages[WARPS][2][32];  // two sets: nobody overwrites what a slower lane has still to read
 
 inline const Message* exchange(const Message& own) {
@@ -109,6 +110,7 @@ inline bool run_block() {
     f.begun = f.done = false;
   }
   for (Meeting& m : warp_meetings) m = Meeting{};
+  for (Meeting& m : group_meetings) m = Meeting{};
   block_meeting = Meeting{};
   const char* order = std::getenv("EMULATION_ORDER");
   const bool backward = order != nullptr && std::strcmp(order, "backward") == 0;
@@ -196,6 +198,7 @@ inline unsigned __reduce_or_sync(unsigned, unsigned value) {
   for (int lane = 0; lane < 32; ++lane) bits |= all[lane].word[0];
   return bits;
 }
+inline void __syncthreads() { emulation::block_meeting.attend(emulation::THREADS); }
 inline void __syncwarp() { emulation::exchange({}); }
 
 // ---- operations of a thread

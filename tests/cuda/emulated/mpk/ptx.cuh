@@ -21,6 +21,10 @@ inline uint4 load_16(const void* p) { return emulation::load<uint4>(p); }
 inline uint2 load_8(const void* p) { return emulation::load<uint2>(p); }
 inline uint32_t load_4(const void* p) { return emulation::load<uint32_t>(p); }
 inline uint16_t load_2(const void* p) { return emulation::load<uint16_t>(p); }
+inline ulonglong2 load_words(const uint64_t* p) { return emulation::load<ulonglong2>(p); }
+inline uint64_t load_word(const uint64_t* p) { return emulation::load<uint64_t>(p); }
+inline void store_words(uint64_t* p, uint64_t first, uint64_t second) { emulation::store(p, ulonglong2{first, second}); }
+inline void store_word(uint64_t* p, uint64_t v) { *p = v; }
 inline void load_16_if(bool wanted, const void* p, uint4& v) {
   if (wanted) v = load_16(p);
 }

@@ -35,6 +35,15 @@ struct Context {
   void* messages;           // CUDA back end: [max_rows] of 16 bytes, the planned step from `advance` to all blocks (step.cuh)
   int64_t* mirror;          // CUDA back end: [max_batch][max_context] in host memory, token + 1 once it is known; or null
   int32_t max_batch, max_rows, max_context, max_pages, num_pages;
+  // Of targets that read prompts with a graph of its own; else null and 0.
+  const int64_t* places;    // where the stages of packed matrices stand, see tiles.cuh
+  Step* prompt_step;
+  int32_t prompt_rows;      // most of a step
+  int32_t prompt_room;      // that the graph's buffers have
+  int32_t prompt_least;     // tokens that are worth a step of this kind
+  int32_t rank, ranks;      // of this program among those that share the model
+  const uint64_t* peers;    // [ranks] addresses of every rank's peer memory, see peer.hpp; null where there is one rank
+  uint32_t flag_base;
 };
 
 template <class T>
@@ -72,6 +81,10 @@ inline Context make_context(const Launch& l) {
   c.max_context = l.max_context;
   c.max_pages = l.max_pages;
   c.num_pages = l.num_pages;
+  c.rank = l.rank;
+  c.ranks = l.ranks;
+  c.peers = address<const uint64_t>(l.peers);
+  c.flag_base = l.flag_base;
   return c;
 }
 
@@ -79,6 +92,10 @@ inline Context make_context(const Launch& l) {
 struct Worker {
   int32_t index, count;
   unsigned char* scratch;  // 64-byte aligned, as many bytes as the graph's plan says
+  // For tasks that wait for another rank: called at every try, with what is waited for; false: give up, leave the task at once.
+  bool (*keep_waiting)(Worker& worker, int64_t tries, int source, uint32_t expected, uint32_t seen);
+  void* loop;    // the worker's loop, for keep_waiting
+  bool gave_up;  // keep_waiting said so
 };
 
 template <class T>

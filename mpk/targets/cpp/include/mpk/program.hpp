@@ -18,6 +18,12 @@ struct Free {
   void operator()(void* p) const { std::free(p); }
 };
 
+// Makes all workers leave, and those of other ranks.
+inline void leave(Run& run) {
+  run.stop.store(1, std::memory_order_release);
+  if (run.launch->group_stop != 0) __atomic_store_n(address<int32_t>(run.launch->group_stop), 1, __ATOMIC_RELEASE);
+}
+
 // Memory of a worker is allocated and first touched by the worker itself.
 template <bool Traced, class Dispatch>
 void run_worker(Run& run, int index, Dispatch dispatch, std::atomic<int>& result) {
@@ -25,10 +31,11 @@ void run_worker(Run& run, int index, Dispatch dispatch, std::atomic<int>& result
   std::unique_ptr<unsigned char, Free> scratch(static_cast<unsigned char*>(std::aligned_alloc(64, bytes)));
   if (!scratch) {
     result.store(RESULT_NO_MEMORY, std::memory_order_relaxed);  // read after the thread was joined
-    run.stop.store(1, std::memory_order_release);
+    leave(run);
     return;
   }
-  Worker worker{index, run.launch->workers, scratch.get()};
+  Worker worker{};
+  worker.index = index, worker.count = run.launch->workers, worker.scratch = scratch.get();
   work<Traced>(run, worker, dispatch);
 }
 
@@ -41,8 +48,11 @@ int run_all(const Launch& launch, Dispatch dispatch) {
 
   std::unique_ptr<Event[]> events(new (std::nothrow) Event[launch.num_events]);
   std::unique_ptr<Progress[]> progress(new (std::nothrow) Progress[launch.workers]);
-  if (!events || !progress) return RESULT_NO_MEMORY;
   Run run{&launch, &context, events.get(), progress.get()};
+  if (!events || !progress) {
+    leave(run);
+    return RESULT_NO_MEMORY;
+  }
   std::atomic<int> result{RESULT_DONE};
   events[STEP_EVENT].signal(1);  // step 1 is planned; thread creation orders it before the workers as well
 
@@ -55,7 +65,7 @@ int run_all(const Launch& launch, Dispatch dispatch) {
     run_worker<Traced>(run, 0, dispatch, result);
   } catch (const std::system_error&) {
     result.store(RESULT_NO_THREAD, std::memory_order_relaxed);
-    run.stop.store(1, std::memory_order_release);
+    leave(run);
   }
   for (std::thread& t : threads) t.join();
   if (result.load(std::memory_order_relaxed) != RESULT_DONE) return result.load(std::memory_order_relaxed);

@@ -15,6 +15,7 @@
 #include "mpk/events.cuh"
 #include "mpk/ptx.cuh"
 #include "mpk/ring.cuh"
+#include "mpk/tile_ring.cuh"
 
 namespace mpk {
 
@@ -38,7 +39,7 @@ struct StepView {
 
 constexpr int RECORDS = 4;  // instructions of a block in shared memory: the one before (of slower warps), the present one, the next two
 
-// Shared memory of a block behind the ring.
+// Shared memory of a block before the ring.
 struct alignas(128) BlockMemory {
   Record records[RECORDS];
   StepView step;
@@ -49,9 +50,13 @@ struct alignas(128) BlockMemory {
   WaitState waits;
   volatile int64_t arrived_ns, started_ns; // of the present instruction, if traced
 };
-static_assert(sizeof(BlockMemory) <= 2048, "what the host allows for it");
-constexpr int SCRATCH_OFFSET = RING_END + int(sizeof(BlockMemory));
-__device__ __forceinline__ BlockMemory& block_memory() { return *reinterpret_cast<BlockMemory*>(block_shared + RING_END); }
+static_assert(BLOCK_MEMORY_OFFSET + sizeof(BlockMemory) <= RING_OFFSET, "what the host allows for it");
+constexpr int SCRATCH_OFFSET = RING_END;
+__device__ __forceinline__ BlockMemory& block_memory() { return *reinterpret_cast<BlockMemory*>(block_shared + BLOCK_MEMORY_OFFSET); }
+
+// In prompt steps tasks have the ring and the scratch memory behind it as one piece.
+constexpr int POOL_BYTES = STAGES * STAGE_BYTES + SCRATCH_BYTES;
+static_assert(TILES_OFFSET + sizeof(tiles::Control) <= BLOCK_MEMORY_OFFSET, "control fits");
 
 struct Block {
   const StepView* step;     // in shared memory, complete and constant while a task runs
@@ -59,6 +64,8 @@ struct Block {
   int thread, warp, lane;   // among the consumers
   unsigned char* scratch;   // shared memory, SCRATCH_BYTES, 128-byte aligned; free for the task, undefined at its start
   WeightRing ring;          // packed weights of the instruction, for kinds whose weights are streamed
+  unsigned char* pool;      // prompt steps: shared memory, POOL_BYTES, 1024-byte aligned; undefined at a task's start
+  tiles::Ring tiles;        // prompt steps: tiles of products, in the pool
 
   // ---- the framework's part
   const Arguments* arguments;  // null: nothing to wait for
@@ -95,10 +102,20 @@ struct Block {
     next_step ? give_up(STEP_EVENT, step->number + 1) : give_up(STALL_DATA, step->number);
     return false;
   }
-  // Leaves after this instruction, having waited in vain for `event` (or STALL_*). Any thread.
-  __device__ __forceinline__ void give_up(int event, int64_t in_step) const {
+  // The same for a part of a message from rank `source`.
+  __device__ __forceinline__ bool may_poll_rank(uint32_t& polls, int source, uint32_t expected, uint32_t seen) const {
+    constexpr uint32_t PATIENCE = 1024;
+    if (arguments == nullptr) return true;
+    if (ring_control().stop) return false;
+    if (++polls % PATIENCE != 0 || !gives_up(*arguments, block_memory().waits, polls == PATIENCE)) return true;
+    give_up(STALL_DATA, step->number, 1 + source, expected, seen);
+    return false;
+  }
+  // Leaves after this instruction, having waited in vain for `event` (or STALL_*), for the rank `peer` - 1 if that is not 0. Any thread.
+  __device__ __forceinline__ void give_up(int event, int64_t in_step, int peer = 0, int64_t expected = 0, int64_t seen = 0) const {
     BlockMemory& m = block_memory();
-    if (leave()) m.waits.stall = Stall{0, m.records[place].instruction.task, event, 0, in_step, in_step - 1, in_step}, m.waits.gave_up = 1;
+    if (peer == 0) expected = in_step, seen = in_step - 1;
+    if (leave()) m.waits.stall = Stall{0, m.records[place].instruction.task, event, peer, expected, seen, in_step}, m.waits.gave_up = 1;
   }
   // Whether some thread of this block said so; the same in all threads after a barrier.
   __device__ __forceinline__ bool stopping() const { return arguments != nullptr && block_memory().leave_after != 0; }
@@ -110,7 +127,20 @@ struct Block {
   }
   // Barrier of the 256 consumer threads; orders their accesses to shared memory.
   __device__ __forceinline__ void sync() const { asm volatile("bar.sync %0, %1;" ::"n"(CONSUMER_BARRIER), "n"(THREADS) : "memory"); }
+  // Of the 4 warps of this thread's warp group.
+  __device__ __forceinline__ void sync_group() const { asm volatile("bar.sync %0, 128;" ::"r"(CONSUMER_BARRIER + 1 + warp / 4) : "memory"); }
 };
+
+__device__ __forceinline__ tiles::Ring tile_ring() {
+  return {reinterpret_cast<tiles::Control*>(block_shared + TILES_OFFSET), shared_address(block_shared + RING_OFFSET)};
+}
+
+// What the threads behind the consumers do for tiles: their second warp stays to load them until told to stop.
+__device__ __forceinline__ void serve_tiles(const tiles::Ring& ring, int thread) {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
+  if (thread / 32 == WARPS + 1) tiles::Loader(ring, thread % 32).work();
+}
+__device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS)); }
 
 __device__ __forceinline__ Block make_block(const Arguments& a) {
   Block b{};
@@ -118,6 +148,8 @@ __device__ __forceinline__ Block make_block(const Arguments& a) {
   b.sm = int(blockIdx.x), b.sms = int(gridDim.x);
   b.thread = int(threadIdx.x), b.warp = b.thread / 32, b.lane = b.thread % 32;
   b.scratch = block_shared + SCRATCH_OFFSET;
+  b.pool = block_shared + RING_OFFSET;
+  b.tiles = tile_ring();
   b.arguments = &a;
   return b;
 }

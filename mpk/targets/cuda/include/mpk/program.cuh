@@ -1,9 +1,20 @@
 // The persistent kernel: every block walks through its instructions, once a step, until the step says done.
 #pragma once
 #include "mpk/block.cuh"
+#include "mpk/prompts.cuh"
 #include "mpk/step.cuh"
 
 namespace mpk {
+
+__device__ __forceinline__ Context make_context(const Arguments& a) {
+  Context c = make_context(a.launch);
+  c.peers = a.kernel.peers;
+  c.messages = address<void>(a.kernel.messages), c.mirror = address<int64_t>(a.kernel.mirror);
+  c.places = address<const int64_t>(a.kernel.places);
+  c.prompt_step = address<Step>(a.kernel.prompt_step);
+  c.prompt_rows = a.kernel.prompt_rows, c.prompt_room = a.kernel.prompt_room, c.prompt_least = a.kernel.prompt_least;
+  return c;
+}
 
 // Publishes what all threads of the block wrote before the last barrier.
 __device__ __forceinline__ void signal_all(const Arguments& a, const Record& r) {
@@ -60,6 +71,11 @@ __device__ __forceinline__ bool begin_step(const Arguments& a, const Context& c,
   return !leaving(b) && m.step.rows != 0;
 }
 
+// Step 0: no rows, nothing to close.
+__device__ __forceinline__ void begin_nothing(StepView& step) {
+  step.number = step.rows = step.logit_rows = step.segment_count = step.previous_rows = 0, step.drawn_rows = step.special_rows = 0;
+}
+
 // Where a block's instruction number `i` of a step, or of those after it, stands.
 __device__ __forceinline__ const Record* record_at(const BlockMemory& m, int i) {
   while (i >= m.count) i -= m.count;
@@ -78,25 +94,112 @@ __device__ __forceinline__ void end_task(const Arguments& a, const Record& recor
   trace(a.launch, record.instruction.task, 0, m.started_ns, ended);
 }
 
+// Of programs without a graph that reads prompts. (READS: whether there is one.)
+struct NoPrompts {
+  static constexpr bool READS = false;
+  __device__ __forceinline__ void operator()(const Context&, const Instruction&, Block&) const {}
+};
+
+// What the present prompt step computes, into shared memory; false: there is none.
+__device__ __forceinline__ bool read_prompt_step(const Context& c, int thread, StepView& out) {
+  constexpr int WORDS = sizeof(Segment) / 4;
+  const int rows = load_int(&c.prompt_step->rows), segments = load_int(&c.prompt_step->segments);
+  if (rows == 0) return false;
+  if (thread < segments * WORDS) reinterpret_cast<int32_t*>(out.segments)[thread] = load_int(reinterpret_cast<const int32_t*>(c.segments) + thread);
+  if (thread == THREADS - 1) {
+    out.rows = rows, out.segment_count = segments;
+    out.logit_rows = load_int(&c.prompt_step->logit_rows), out.number = load_long(&c.prompt_step->number);
+  }
+  return true;
+}
+
+// One instruction of a prompt step; false: the program stops.
+template <class Dispatch>
+__device__ __forceinline__ bool run_prompt_instruction(const Arguments& a, const Context& c, Block& b, const Record& record, Dispatch dispatch) {
+  ++b.sequence;
+  b.thread = own_thread(), b.warp = b.thread / 32, b.lane = b.thread % 32;  // anew, so that nothing is kept that follows from them
+  if (b.thread == 0) begin_task(a, b);
+  const bool only_logits = record.instruction.iargs[1] != 0;  // of all positions: nothing else needs the results
+  if (only_logits && b.step->logit_rows == 0)
+    b.wait();
+  else
+    dispatch(c, record.instruction, b);
+  const int64_t ended = b.thread == 0 ? trace_time(a.launch) : 0;
+  fence_async();  // bulk copies read what was written, and overwrite shared memory that was used
+  b.sync();
+  if (leaving(b)) return false;
+  if (b.thread == 0) {
+    signal_all(a, record);
+    if (a.launch.spans != 0) end_task(a, record, ended);
+  }
+  return true;
+}
+
+// All prompt steps; false: the program stops. `Dispatch` runs the tasks of the prompt graph.
+template <class Dispatch>
+__device__ __forceinline__ bool read_prompts(const Arguments& a, const Context& c, Dispatch dispatch) {
+  BlockMemory& m = block_memory();
+  Block b = make_block(a);  // its own: what changes here is not kept in registers afterwards
+  const Kernel& k = a.kernel;
+  const auto* stream_begin = address<const int32_t>(k.prompt_stream_begin);
+  const Record* first = address<const Record>(k.prompt_records) + stream_begin[b.sm];
+  const int count = stream_begin[b.sm + 1] - stream_begin[b.sm];
+  if (b.sm == k.prompt_planner) {
+    prompts::plan(c, b, true);
+    b.sync();
+    if (b.thread == 0) fence_release(), add_relaxed(counter(k, k.prompt_event), 1);
+  }
+  const bool fetches = b.warp == 1;
+  for (int64_t number = 1; count > 0; ++number) {  // nothing orders the end of a step behind a block without tasks, so it may not read it
+    ++b.sequence;
+    if (b.thread == 0 && !await_event(a, m.waits, k.prompt_event, number, k.prompt_task, number)) b.leave();
+    b.sync();
+    if (leaving(b)) return false;
+    if (fetches) fetch_record(&m.records[0], first, b.lane);
+    if (!read_prompt_step(c, b.thread, m.step)) break;
+    for (int i = 0; i < count; ++i) {
+      b.place = i % 2;
+      if (fetches) await_records();
+      b.sync();
+      if (fetches && i + 1 < count) fetch_record(&m.records[1 - b.place], first + i + 1, b.lane);
+      if (!run_prompt_instruction(a, c, b, m.records[b.place], dispatch)) return false;
+    }
+  }
+  if (b.thread == 0) {
+    if (b.sm == k.prompt_planner) fence_release(), add_relaxed(counter(k, k.prompt_over), 1);
+    if (count == 0 && !await_event(a, m.waits, k.prompt_over, 1, k.prompt_task, 0)) b.leave();
+  }
+  if (fetches) await_records();
+  fence_async();  // the ring of weights comes where tasks have had their memory
+  b.sync();
+  return !leaving(b);
+}
+
 // The 256 consumer threads. `Dispatch` is a functor (context, instruction, block) that runs one task.
 //
 // The program begins with a step 0 of nothing but the planner's last instruction, `advance`, which has nothing to close and plans step 1.
 // Warps meet before an instruction only where its record says so, and after it only if something is to be signalled. Records are
 // fetched two ahead by one warp: the one of the next instruction has come when the present one begins, and every body has all warps
 // meet at least once.
-template <class Dispatch>
-__device__ __forceinline__ void consume(const Arguments& a, Dispatch dispatch) {
+template <class Dispatch, class PromptDispatch>
+__device__ __forceinline__ void consume(const Arguments& a, Dispatch dispatch, PromptDispatch prompt_dispatch) {
   BlockMemory& m = block_memory();
-  Context c = make_context(a.launch);
-  c.messages = address<void>(a.kernel.messages), c.mirror = address<int64_t>(a.kernel.mirror);
+  const Context c = make_context(a);
+  bool left = false;
+  if constexpr (PromptDispatch::READS) left = !read_prompts(a, c, prompt_dispatch);
   Block b = make_block(a);
   const bool plans = b.sm == a.kernel.planner, fetches = b.warp == 1;
+  if (b.thread == 0) {
+    begin_nothing(m.step);
+    ring_control().started = 0, ring_control().open = 1;
+    b.tiles.control->stop = 1;
+  }
+  left = left || m.count == 0;
   int i = plans ? m.count - 1 : m.count;
   b.sequence = plans ? -1 : 0;
-  if (fetches) fetch_record(&m.records[0], record_at(m, i), b.lane), fetch_record(&m.records[1], record_at(m, i + 1), b.lane), await_records();
+  if (fetches && !left) fetch_record(&m.records[0], record_at(m, i), b.lane), fetch_record(&m.records[1], record_at(m, i + 1), b.lane), await_records();
   b.sync();
-  bool left = false;
-  do {
+  if (!left) do {
 #pragma unroll 1
     for (; i < m.count; ++i) {
       const Record& record = m.records[b.place];
@@ -124,8 +227,8 @@ __device__ __forceinline__ void consume(const Arguments& a, Dispatch dispatch) {
   }
 }
 
-template <class Dispatch>
-__device__ __forceinline__ void run_program(const Arguments& a, Dispatch dispatch) {
+template <class Dispatch, class PromptDispatch = NoPrompts>
+__device__ __forceinline__ void run_program(const Arguments& a, Dispatch dispatch, PromptDispatch prompt_dispatch = {}) {
   const int thread = int(threadIdx.x), block = int(blockIdx.x);
   if (thread == 0) {
     for (int s = 0; s < STAGES; ++s) {
@@ -133,19 +236,21 @@ __device__ __forceinline__ void run_program(const Arguments& a, Dispatch dispatc
       barrier_init(empty_barrier(s), WARPS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    ring_control().shut = 1, ring_control().stop = 0, ring_control().started = 0;
+    tile_ring().prepare();
+    ring_control().shut = 1, ring_control().stop = 0, ring_control().started = 0, ring_control().open = 0;
     const auto* stream_begin = address<const int32_t>(a.launch.stream_begin);
-    StepView& step = block_memory().step;  // step 0, see `consume`
-    step.number = step.rows = step.logit_rows = step.segment_count = step.previous_rows = 0, step.drawn_rows = step.special_rows = 0;
-    block_memory().leave_after = 0, block_memory().spans_used = 0, block_memory().waits.gave_up = 0, block_memory().waits.stall.reserved = 0;
+    begin_nothing(block_memory().step);
+    block_memory().leave_after = 0, block_memory().spans_used = 0, block_memory().waits.gave_up = 0, block_memory().waits.stall.peer = 0;
     block_memory().count = stream_begin[block + 1] - stream_begin[block];
     block_memory().first = address<const Record>(a.kernel.records) + stream_begin[block];
   }
   __syncthreads();
   const int count = block_memory().count;
-  if (count == 0) return;  // nothing orders the end of a step behind a block without tasks, so it may not read the step
+  if (count == 0 && !PromptDispatch::READS) return;  // nothing orders the end of a step behind a block without tasks, so it may not read the step
   if (thread >= THREADS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
+    if constexpr (PromptDispatch::READS)
+      if (thread / 32 == WARPS + 1) return tiles::Loader(tile_ring(), thread % 32).work();
     if (thread > THREADS) return;
     const auto* load_begin = address<const int32_t>(a.kernel.load_begin);
     const auto* loads = address<const LoadRun>(a.kernel.loads);
@@ -154,7 +259,7 @@ __device__ __forceinline__ void run_program(const Arguments& a, Dispatch dispatc
     return;
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
-  consume(a, dispatch);
+  consume(a, dispatch, prompt_dispatch);
 }
 
 }  // namespace mpk

@@ -74,6 +74,22 @@ __device__ __forceinline__ void store_16(void* p, uint4 v) {
   asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+// ---- messages between ranks: words of 8 bytes, two an access, at the system's scope (see peer.cuh)
+__device__ __forceinline__ ulonglong2 load_words(const uint64_t* p) {
+  ulonglong2 v;
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0,%1}, [%2];" : "=l"(v.x), "=l"(v.y) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint64_t load_word(const uint64_t* p) {
+  uint64_t v;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_words(uint64_t* p, uint64_t first, uint64_t second) {
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1,%2};" ::"l"(p), "l"(first), "l"(second) : "memory");
+}
+__device__ __forceinline__ void store_word(uint64_t* p, uint64_t v) { asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+
 // ---- messages: 16 bytes that are seen as a whole, since one 128-bit access is one access and not four
 __device__ __forceinline__ uint4 load_message(const void* p) {
   uint64_t a, b;
@@ -199,6 +215,13 @@ __device__ __forceinline__ int own_lane() {
   int lane;
   asm volatile("mov.u32 %0, %laneid;" : "=r"(lane));
   return lane;
+}
+
+// This thread's number in its block, likewise.
+__device__ __forceinline__ int own_thread() {
+  int thread;
+  asm volatile("mov.u32 %0, %tid.x;" : "=r"(thread));
+  return thread;
 }
 
 // 2^x with a relative error of some 2^-22; 0 for minus infinity.
