@@ -35,7 +35,8 @@ def test_bodies_fit_the_registers_of_a_block(kind: str, constants: Mapping[str, 
     except TargetError:
         pytest.skip("NVRTC is not installed")
     for resources in compiled(kind, constants).resources.values():
-        assert resources.registers <= 168 and resources.spill_stores == 0
+        assert resources.registers <= 232, "CONSUMER_REGISTERS of block.cuh"
+        assert resources.spill_stores == 0
 
 
 def words(values: np.ndarray, flag: int = FLAG) -> np.ndarray:

@@ -67,9 +67,9 @@ class EmulatedDevice:
 
 
 @functools.cache
-def library(source: str, kind: str) -> ctypes.CDLL:
-    """The kernel `source` (see `cuda_kinds.source_of`) as a library; `kind`: whose headers it needs."""
-    headers: Mapping[str, str] = cuda_source.headers([kind])
+def library(source: str, *kinds: str) -> ctypes.CDLL:
+    """The kernel `source` (see `cuda_kinds.source_of`) as a library; `kinds`: whose headers it needs."""
+    headers: Mapping[str, str] = cuda_source.headers(kinds)
     text = source.replace("extern __shared__ __align__(128) unsigned char scratch[];", "unsigned char* scratch = emulation::shared_memory;")
     # The cache of programs looks at sources and *.hpp only.
     contents = digest(*(part for item in sorted(headers.items()) for part in item), *(p.read_text() for p in sorted(EMULATED.rglob("*.cuh"))))

@@ -21,7 +21,7 @@ constexpr int STAGE_BYTES = 16 * 1024;
 // Every thread takes the block's stages one after the other.
 struct WeightRing {
   int taken;
-  uint32_t wait() const { return SCRATCH_BYTES + taken * STAGE_BYTES; }
+  uint32_t wait() const { return emulation::SHARED_BYTES + taken * STAGE_BYTES; }
   void release(int) { __syncwarp(), ++taken; }
   void shut(int) {}
 };
