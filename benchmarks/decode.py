@@ -52,11 +52,12 @@ def measure(p: Prepared, repeats: int = 5) -> dict[str, object]:
     config = p.graph.tensor_graph.config
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, config.vocab_size, p.context - p.steps // 2).tolist() for _ in range(p.batch)]
-    times = []
+    times, texts = [], []
     for _ in range(repeats):
         result = p.instance.generate(prompts, max_new_tokens=p.steps, stop_tokens=[])
         if any(len(t) != p.steps for t in result.tokens):
             raise RuntimeError(f"sequences ended early: {result.finish_reasons}")
+        texts.append(result.tokens)
         gaps = np.diff(np.array(result.token_ms), axis=1)[:, 1:]
         times.append(float(np.median(gaps)))
     target = hardware.load("h200")
@@ -64,7 +65,7 @@ def measure(p: Prepared, repeats: int = 5) -> dict[str, object]:
     floor = per_token / target.bandwidth.value / 1e6
     out = {"model": p.name, "batch": p.batch, "context": p.context, "ms_per_token": statistics.median(times), "min": min(times), "max": max(times),
            "floor_ms": floor, "ratio": statistics.median(times) / floor, "pipelining": p.pipelining, "flagged": p.graph.flagged_bytes > 0,
-           "prefill_ms": result.first_token_ms, "text": result.tokens[0][:8]}
+           "prefill_ms": result.first_token_ms, "repeats": all(t == texts[0] for t in texts), "text": result.tokens[0][:8]}
     if p.traced:
         out["trace"] = summary(p.instance, p.graph)
     return out

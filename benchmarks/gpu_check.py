@@ -70,6 +70,7 @@ def parts(devices: int) -> list[Part]:
         Part("engine", module("pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests/test_cuda_engine.py"), 240, programs=tiny),
         Part("shapes", module("pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests/test_cuda_shapes.py"), 300),
         Part("real weights", module("pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests/test_cuda_smollm2.py"), 180),
+        Part("prompts against torch", module("tests.support.prompt_check", "--alone", "llama", "qwen3-biases", "qwen2-window", "llama-llama3"), 240),
         Part("soak", module("benchmarks.soak"), 240, programs=(("SmolLM2-135M", 1, 16),)),
     ]
     check += [Part(tool, ("compute-sanitizer", "--tool", tool, "--print-limit", "20", "--error-exitcode", "1", *module("tests.support.cuda_sanitize")), 120,

@@ -206,7 +206,7 @@ def test_stopping_after_partition_leaves_tasks_without_events(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["tasks"] > 100 and report["events"] == 0
-    assert max(p.name for p in tmp_path.iterdir()) == "03_partition.txt"
+    assert max(p.name for p in tmp_path.iterdir()) == "04_partition.txt"
 
 
 def test_generate_with_lowering_stopped_early_is_refused() -> None:

@@ -8,7 +8,11 @@ import pytest
 from mpk.codegen import layout
 from mpk.tasks.advance.cases import CASES as ADVANCE
 from mpk.tasks.advance.reference import PlannedSequence, plan
+from mpk.tasks.head.sharing import MESSAGE_COLUMNS
 from tests.support.cuda_kinds import Machine, put_step
+
+VOCAB, PARTS = 1024, 8  # of the head whose messages hold the tokens
+FIRST, LOGITS = 1 << 16, 1 << 17  # of step.cuh
 
 
 class Planning:
@@ -27,30 +31,53 @@ class Planning:
         max_pages = -(-self.context // layout.KV_PAGE_TOKENS)
         self.m = Machine(max_batch=self.batch, max_context=self.context, max_pages=max_pages, num_pages=pages)
         put_step(self.m, [], np.zeros(0, np.int32), np.zeros(0, np.int32), max_rows)
+        self.m.memory["step"].upload(np.zeros(1, layout.dtype("Step")))  # step 0, which has nothing to close
         for name, array in (("sequences", sequences), ("tokens", self.tokens.copy()), ("page_table", np.full((self.batch, max_pages), -1, np.int32)),
                             ("free_pages", np.arange(pages, dtype=np.int32)), ("free_page_count", np.array([pages], np.int32)),
                             ("cancel", np.zeros(1, np.int32)), ("token_ns", np.zeros((self.batch, self.context), np.int64))):
             self.m.put(name, array)
-        self.m.buffers(choice=np.zeros(self.batch, np.int32))
+        self.m.put("messages", np.zeros((16, 4), np.uint32))
+        self.m.buffers(choice=np.zeros((self.batch, MESSAGE_COLUMNS), np.int32), tops=np.zeros((16, PARTS * MESSAGE_COLUMNS), np.float32),
+                       logits=np.zeros((16, VOCAB), np.float32))
+        self.number = 0
+        self.logit_slots: list[int] = []  # of the rows of logits of the step that was planned last
+        self.segments: list[tuple[int, int, int, int]] = []
 
     def advance(self, choice: np.ndarray) -> tuple[list[tuple[int, int, int, int]], list[int]]:
-        """Close the present step with `choice`; segments and logit rows of the next one, as the device planned them."""
-        self.m.memory["arena"].upload(choice.astype(np.int32))
-        self.m.run("advance", {}, ("choice",), [(0, 1)])
-        step = self.m.get("step")[0]
-        segments = [tuple(int(s[f]) for f in ("slot", "row_begin", "rows", "position")) for s in self.m.get("segments")[: step["segments"]]]
-        rows = [(slot, position + r) for slot, _, count, position in segments for r in range(count)]
-        assert len(rows) == step["rows"] <= self.max_rows and bool(step["done"]) == (not rows)
-        if rows:
-            slots, positions = (np.array(c) for c in zip(*rows, strict=True))
-            assert np.array_equal(self.m.get("row_slot")[: len(rows)], slots) and np.array_equal(self.m.get("row_position")[: len(rows)], positions)
-            assert np.array_equal(self.m.get("row_token")[: len(rows)], self.m.get("tokens")[slots, positions])
-        return segments, self.m.get("logit_row")[: step["logit_rows"]].tolist()  # type: ignore[return-value]
+        """Close the present step with `choice`; segments and logit rows of the next one, as the device planned them.
+
+        Tokens come from `head`, one slice for all, to rows of logits; the step that was planned before becomes the present one.
+        """
+        tops = np.zeros((16, PARTS, MESSAGE_COLUMNS), np.uint32)
+        for row, slot in enumerate(self.logit_slots):
+            value = np.float32(-np.inf if choice[slot] < 0 else 1)
+            tops[row, :] = np.array([-np.inf], np.float32).view(np.uint32)[0], 0x7FFFFFFF, 0, self.number
+            tops[row, 3] = value.view(np.uint32), np.uint32(max(choice[slot], 0)), 0, self.number
+        self.m.memory["arena"].upload(tops, self.m.offsets["tops"])
+        self.m.launch["special_rows"] = sum((1 << row for row, slot in enumerate(self.logit_slots) if self.model[slot].all_logits), 0)
+        self.m.run("advance", {"vocab": VOCAB, "parts": PARTS, "slice": VOCAB // PARTS}, ("choice", "tops", "logits"), [(0, 1)])
+        step, messages = self.m.get("step")[0], self.m.get("messages")
+        self.number += 1
+        about = messages[:, 3]
+        count = int(about[0] >> 8 & 0xFF)
+        assert step["number"] == self.number and step["rows"] == count <= self.max_rows and bool(step["done"]) == (count == 0)
+        assert (messages[: max(count, 1), 0] == self.number).all() and (about[:count] >> 8 & 0xFF == count).all()
+        tokens, positions, slots = messages[:count, 1].astype(int), messages[:count, 2].astype(int), (about[:count] & 0xFF).astype(int)
+        assert np.array_equal(tokens, self.m.get("tokens")[slots, positions])
+        firsts = np.flatnonzero(about[:count] & FIRST)
+        ends = [*firsts[1:], count][: len(firsts)]
+        segments = [(int(slots[a]), int(a), int(b - a), int(positions[a])) for a, b in zip(firsts, ends, strict=True)]
+        logit_rows = np.flatnonzero(about[:count] & LOGITS).tolist()
+        self.logit_slots = slots[logit_rows].tolist()
+        assert step["segments"] == len(segments) and step["logit_rows"] == len(logit_rows)
+        put_step(self.m, [(slot, position, rows) for slot, _, rows, position in segments], tokens.astype(np.int32), np.array(logit_rows, np.int32), self.max_rows)
+        self.m.memory["step"].upload(step)
+        self.segments = segments
+        return segments, logit_rows
 
     def pages_in_use(self) -> list[int]:
         table, sequences = self.m.get("page_table"), self.m.get("sequences")
-        segments = self.m.get("segments")[: self.m.get("step")[0]["segments"]]
-        ends = {int(s["slot"]): int(s["position"] + s["rows"]) for s in segments}
+        ends = {slot: position + rows for slot, _, rows, position in self.segments}
         used: list[int] = []
         for slot in range(self.batch):
             if sequences[slot]["finish"] == layout.FINISH["running"]:
@@ -101,7 +128,6 @@ def test_sequences_end_by_stop_token_error_and_cancelling() -> None:
 
 @pytest.mark.gpu
 def test_a_sequence_that_finds_no_page_ends_with_an_error() -> None:
-    run = Planning((70, 3), (1, 9), 128, pages=2)
-    run.max_rows = 128
+    run = Planning((9, 3), (1, 9), 16, pages=1)
     segments, _ = run.advance(np.full(2, -1))
-    assert segments == [(0, 0, 70, 0)] and run.m.get("sequences")["finish"].tolist() == [0, layout.FINISH["error"]]
+    assert segments == [(0, 0, 9, 0)] and run.m.get("sequences")["finish"].tolist() == [0, layout.FINISH["error"]]

@@ -95,14 +95,14 @@ def test_sums_are_those_of_the_reference_on_every_rank(case: Case) -> None:
             before = to_bf16(np.random.default_rng(9).standard_normal((rows, n), dtype=np.float32))
             poison = np.full((rows, n), 0x7FC5, np.uint16)
             put_step(run.machine, ((0, 3, rows),), np.zeros(rows, np.int32), np.array([rows - 1]), rows)
-            run.machine.buffers(("x", "residual"), min(3, rows), x=poison, residual=before, agreed=np.full((1, 1), 7, np.int32))
+            run.machine.buffers(("x", "residual", "agreed"), min(3, rows), x=poison, residual=before, agreed=np.full((1, 1), 7, np.int32))
             run.machine.offsets["part"] = 0
             run.machine.run("all_reduce", kind.variant(case.op, case.graph, "bf16"), kind.operands, spread(tiles, 2), iargs=(MESSAGE, MESSAGES))
             expected = from_bf16(before) + total if a["residual"] else total
             assert np.array_equal(run.machine.get("x"), to_bf16(expected)), f"{case.label}, {rows} rows, rank {rank}"
             assert run.machine.is_cleared("x")
             if a["control"]:
-                assert run.machine.get("agreed")[0, 0] == 1
+                assert run.machine.get("agreed")[0, 0] == 1 and run.machine.is_cleared("agreed")
             results.append(run.machine.get("x"))
             for r in range(ranks if two else 0):
                 for tile in range(tiles):

@@ -24,6 +24,7 @@ from mpk.passes.memory import lay_out_params
 from mpk.passes.partition import Options
 from mpk.runtime import cuda_device
 from mpk.runtime.cuda_engine import earliest
+from mpk.runtime.interpreter import ReferenceProgram
 from mpk.targets import hardware
 from mpk.tasks.base import kind_of
 from mpk.tasks.matrices import matrix_bytes, matrix_key
@@ -67,7 +68,7 @@ def test_all_tiles_of_a_group_use_a_part_of_the_input_before_the_next_part() -> 
 def test_stages_fill_the_matrix_and_blocks_find_theirs_in_order() -> None:
     graph, _ = lowered()
     builder = CudaProgramBuilder(graph)
-    assert {graph.tensor_graph.operators[i].kind for i in builder.plans} == {"linear"}
+    assert {graph.tensor_graph.operators[i].kind for i in builder.plans} == {"linear", "head"}
     for index, plan in builder.plans.items():
         op = graph.tensor_graph.operators[index]
         assert sorted(plan.place.reshape(-1).tolist()) == list(range(0, plan.place.size * plan.shape.bytes, plan.shape.bytes))
@@ -99,7 +100,7 @@ def test_every_block_loads_what_its_instructions_use() -> None:
         for load in loads:
             stages[queue[load["instruction"]]] += int(load["count"])
         wanted = {t: (graph.tasks[t].tile_end - graph.tasks[t].tile_begin) * stage_shape(int(graph.operator(t).attrs["k"])).count
-                  for t in queue if graph.tasks[t].kind == "linear"}
+                  for t in queue if graph.tasks[t].kind in ("linear", "head")}
         assert stages == wanted
         assert (np.diff(loads["instruction"]) >= 0).all()
     assert tables.planner == graph.tasks[-1].worker
@@ -114,7 +115,7 @@ def test_records_hold_their_waits_and_signals() -> None:
     for record in tables.records:
         task = graph.tasks[record["instruction"]["task"]]
         waits = [e for e in builder.counters(task.waits) if e != STEP_EVENT]
-        signals = builder.counters(task.signals)
+        signals = [e for e in builder.counters(task.signals) if e != STEP_EVENT]  # messages take its place
         assert record["instruction"]["wait_count"] == len(waits)
         assert record["waits"]["event"][: len(waits)].tolist() == waits[: layout.INLINE_EVENTS]
         assert record["waits"]["count"][: len(waits)].tolist() == [graph.events[e].threshold for e in waits][: layout.INLINE_EVENTS]
@@ -216,10 +217,12 @@ def test_the_product_compiles_within_the_registers_of_its_threads() -> None:
 #include "linear/cuda.cuh"
 struct Variant {{ {constants} }};
 struct Dispatch {{
-  static constexpr int PUBLISHES = -1;
   __device__ __forceinline__ void operator()(const mpk::Context& c, const mpk::Instruction& i, mpk::Block& b) const {{ mpk::linear::run<Variant>(c, i, b); }}
 }};
-extern "C" __global__ void __launch_bounds__(mpk::BLOCK_THREADS, 1) mpk_run(const __grid_constant__ mpk::Arguments a) {{ mpk::run_program(a, Dispatch{{}}); }}
+struct NoPrompts {{
+  __device__ __forceinline__ void operator()(const mpk::Context&, const mpk::Instruction&, mpk::Block&) const {{}}
+}};
+extern "C" __global__ void __launch_bounds__(mpk::BLOCK_THREADS, 1) mpk_run(const __grid_constant__ mpk::Arguments a) {{ mpk::run_program(a, Dispatch{{}}, NoPrompts{{}}); }}
 """
     cubin = nvrtc.compile_cubin(source, cuda_source.headers(["linear"]), "sm_90a", cuda_source.OPTIONS)
     resources = cubin.resources["mpk_run"]
@@ -232,3 +235,29 @@ def test_of_many_waits_that_stall_the_earliest_is_told() -> None:
     for block, (step, task) in {0: (8, 2), 1: (7, 40), 3: (7, 31)}.items():
         stalls[block]["worker"], stalls[block]["step"], stalls[block]["task"] = block, step, task
     assert earliest(stalls)["worker"] == 3
+
+
+def test_a_step_begins_with_products_that_gather_their_embeddings() -> None:
+    graph, source = lowered()
+    operators = {op.name: op for op in graph.tensor_graph.operators}
+    names = list(operators)
+    assert operators["l0.qkv"].inputs == ("step",) and operators["l1.qkv"].inputs == ("l0.x2",)
+    assert names.index("embed") == names.index("l0.qkv") + 1 and operators["l0.o"].inputs[1] == "x"
+    lay_out_params(graph, source)
+    for record in CudaProgramBuilder(graph).cuda_tables().records["instruction"]:
+        if graph.tensor_graph.operators[record["op"]].name == "l0.qkv":
+            assert record["iargs"][0] == 1 and record["weights"] == graph.weight_offsets["model.embed_tokens.weight.rows"]
+    tokens = np.random.default_rng(1).integers(0, CONFIG.vocab_size, (1, 6))
+    plain = ReferenceProgram(without_flags()[0], source).forward(tokens)
+    np.testing.assert_allclose(ReferenceProgram(graph, source).forward(tokens), plain, 1e-5, 1e-5)
+
+
+def test_tasks_of_the_head_are_slices_and_the_planner_has_the_shortest() -> None:
+    graph, _ = lowered(workers=4)
+    heads = [t for t in graph.tasks if t.kind == "head"]
+    size = int(graph.operator(heads[0]).attrs["slice"])
+    assert [(t.tile_begin * 16, t.tile_end * 16) for t in heads] == [(i * size, min((i + 1) * size, 304)) for i in range(4)]  # 300 tokens, 19 tiles
+    assert graph.tasks[-1].worker == heads[-1].worker
+    closing = graph.events[graph.tasks[-1].waits[-1]]
+    assert not closing.carried and not any(graph.operator(t).attrs.get("ephemeral") for t in closing.producers)
+    assert {graph.tasks[t].worker for t in closing.producers} == {0, 1, 2, 3} - {graph.tasks[-1].worker}

@@ -39,3 +39,9 @@ def test_the_mean_context_of_the_measured_steps_is_as_asked(batch: int, context:
     made = with_mean_context(batch, context, 32, max_rows)
     steps = rows_of_steps(made.prompt, made.new_tokens, max_rows)[-32:]
     assert abs(fmean(position + 1 for step in steps for _, position in step) - context) <= 1.5
+
+
+def test_prompts_that_are_read_before_the_first_step_all_yield_a_token_there() -> None:
+    assert with_prompt(4, 600, 8, 16, 64).new_tokens == [9] * 4
+    assert with_prompt(4, 600, 8, 16, 64).prompt_steps == 1
+    assert with_prompt(1, 64, 8, 16, 64).prompt_steps == 4  # 63 tokens are not worth it

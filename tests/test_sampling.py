@@ -11,7 +11,7 @@ import pytest
 from mpk.codegen import layout
 from mpk.tasks.sample import reference
 from mpk.tasks.sample.cases import OPTIONS, VOCABULARIES
-from mpk.tasks.sample.reference import SamplingOptions
+from mpk.tasks.sample.options import TokenOptions
 from tests.support.library import load_library, pointer
 
 
@@ -26,18 +26,18 @@ class Sampler:
     def _scratch(self, vocab: int) -> np.ndarray:
         return np.full(int(self.lib.scratch_bytes(vocab)) + 64, 0x5A, np.uint8)
 
-    def _sequence(self, prompt: list[int], output: list[int], o: SamplingOptions) -> tuple[np.ndarray, np.ndarray]:
+    def _sequence(self, prompt: list[int], output: list[int], o: TokenOptions) -> tuple[np.ndarray, np.ndarray]:
         s = np.zeros(1, layout.dtype("Sequence"))
         for name, value in vars(o).items():
             s[name] = value
         s["prompt_length"], s["length"] = len(prompt), len(prompt) + len(output)
         return s, np.array([*prompt, *output], np.int32)
 
-    def choose(self, logits: np.ndarray, prompt: list[int], output: list[int], o: SamplingOptions) -> int:
+    def choose(self, logits: np.ndarray, prompt: list[int], output: list[int], o: TokenOptions) -> int:
         s, tokens = self._sequence(prompt, output, o)
         return int(self.lib.choose(pointer(logits), len(logits), pointer(s), pointer(tokens), pointer(self._scratch(len(logits)))))
 
-    def choose_many(self, logits: np.ndarray, o: SamplingOptions, count: int, prompt: list[int] | None = None,
+    def choose_many(self, logits: np.ndarray, o: TokenOptions, count: int, prompt: list[int] | None = None,
                     output: list[int] | None = None) -> np.ndarray:
         """Choices with `count` seeds that follow each other."""
         s, tokens = self._sequence(prompt or [0], output or [], o)
@@ -63,7 +63,7 @@ def logits_of(vocab: int, seed: int, scale: float = 3.0) -> np.ndarray:
     return (np.random.default_rng(seed).standard_normal(vocab) * scale).astype(np.float32)
 
 
-def kept(sampler: Sampler, logits: np.ndarray, o: SamplingOptions, count: int = 20000) -> set[int]:
+def kept(sampler: Sampler, logits: np.ndarray, o: TokenOptions, count: int = 20000) -> set[int]:
     """Tokens seen in many draws."""
     return set(sampler.choose_many(logits, o, count).tolist())
 
@@ -107,13 +107,13 @@ def test_selection_finds_the_largest_with_low_ids_first_among_equals(sampler: Sa
 
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_choice_equals_the_numpy_model(sampler: Sampler, vocab: int, options: SamplingOptions) -> None:
+def test_choice_equals_the_numpy_model(sampler: Sampler, vocab: int, options: TokenOptions) -> None:
     rng = np.random.default_rng(vocab)
     agree = 0
     for seed in range(20):
         logits = logits_of(vocab, seed)
         prompt, output = rng.integers(0, vocab, 12).tolist(), rng.integers(0, vocab, 9).tolist()
-        o = SamplingOptions(**{**vars(options), "seed": seed})
+        o = TokenOptions(**{**vars(options), "seed": seed})
         agree += sampler.choose(logits, prompt, output, o) == reference.choose(logits, prompt, output, o)
     assert agree >= 19  # float32 against float64: a draw within 1e-6 of a boundary may fall on the other side
 
@@ -122,18 +122,18 @@ def test_greedy_takes_the_lowest_id_among_equals_and_passes_over_nan(sampler: Sa
     logits = np.zeros(100, np.float32)
     logits[[40, 17, 99]] = 5
     logits[3] = np.nan
-    assert sampler.choose(logits, [1], [], SamplingOptions()) == 17
+    assert sampler.choose(logits, [1], [], TokenOptions()) == 17
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
 def test_logits_without_a_finite_maximum_give_no_token(sampler: Sampler, value: float, temperature: float) -> None:
-    assert sampler.choose(np.full(50, value, np.float32), [1], [], SamplingOptions(temperature=temperature)) == -1
+    assert sampler.choose(np.full(50, value, np.float32), [1], [], TokenOptions(temperature=temperature)) == -1
 
 
 def test_draw_depends_on_seed_and_position_only(sampler: Sampler) -> None:
     logits = logits_of(1000, 5, 1.0)
-    o = SamplingOptions(temperature=1.0, seed=77)
+    o = TokenOptions(temperature=1.0, seed=77)
     here = sampler.choose(logits, [1, 2], [3], o)
     assert here == sampler.choose(logits, [9, 9, 9], [], o) == sampler.choose(logits, [4], [5, 6], o)
     others = {sampler.choose(logits, [1] * n, [], o) for n in range(1, 40)}
@@ -150,9 +150,9 @@ def chi_square(observed: np.ndarray, expected: np.ndarray) -> float:
     return float((((o - e) ** 2 / e).sum() - freedom) / np.sqrt(2 * freedom))
 
 
-@pytest.mark.parametrize("o", [SamplingOptions(temperature=1.0), SamplingOptions(temperature=0.6), SamplingOptions(temperature=1.0, top_k=10),
-                               SamplingOptions(temperature=1.3, top_p=0.9), SamplingOptions(temperature=1.0, min_p=0.05)], ids=str)
-def test_drawn_tokens_have_the_distribution(sampler: Sampler, o: SamplingOptions) -> None:
+@pytest.mark.parametrize("o", [TokenOptions(temperature=1.0), TokenOptions(temperature=0.6), TokenOptions(temperature=1.0, top_k=10),
+                               TokenOptions(temperature=1.3, top_p=0.9), TokenOptions(temperature=1.0, min_p=0.05)], ids=str)
+def test_drawn_tokens_have_the_distribution(sampler: Sampler, o: TokenOptions) -> None:
     logits, count = logits_of(200, 3, 1.5), 50000
     expected = reference.distribution(logits, [0], [], o) * count
     observed = np.bincount(sampler.choose_many(logits, o, count), minlength=200)
@@ -163,24 +163,24 @@ def test_drawn_tokens_have_the_distribution(sampler: Sampler, o: SamplingOptions
 
 def test_top_k_keeps_exactly_k_and_those_equal_to_the_last(sampler: Sampler) -> None:
     logits = np.array([1.0, 3.0, 2.0, 2.0, 0.5, 2.0], np.float32)
-    assert kept(sampler, logits, SamplingOptions(temperature=1.0, top_k=1)) == {1}
-    assert kept(sampler, logits, SamplingOptions(temperature=1.0, top_k=2)) == {1, 2, 3, 5}
-    assert kept(sampler, logits, SamplingOptions(temperature=1.0, top_k=5)) == {0, 1, 2, 3, 5}
+    assert kept(sampler, logits, TokenOptions(temperature=1.0, top_k=1)) == {1}
+    assert kept(sampler, logits, TokenOptions(temperature=1.0, top_k=2)) == {1, 2, 3, 5}
+    assert kept(sampler, logits, TokenOptions(temperature=1.0, top_k=5)) == {0, 1, 2, 3, 5}
 
 
 def test_top_p_keeps_the_shortest_run_that_reaches_the_sum(sampler: Sampler) -> None:
     logits = np.log(np.array([0.1, 0.4, 0.3, 0.2], np.float32))
     for top_p, expected in ((0.05, {1}), (0.39, {1}), (0.41, {1, 2}), (0.69, {1, 2}), (0.71, {1, 2, 3}), (0.95, {0, 1, 2, 3})):
-        assert kept(sampler, logits, SamplingOptions(temperature=1.0, top_p=top_p)) == expected
+        assert kept(sampler, logits, TokenOptions(temperature=1.0, top_p=top_p)) == expected
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 5.0])
 def test_top_p_keeps_the_nucleus_of_a_large_vocabulary(sampler: Sampler, scale: float) -> None:
     logits = logits_of(20000, 9, scale)
-    o = SamplingOptions(temperature=1.0, top_p=0.5)
+    o = TokenOptions(temperature=1.0, top_p=0.5)
     wanted = reference.distribution(logits, [0], [], o) > 0
     drawn = np.array(sorted(kept(sampler, logits, o, 3000)))
-    p = reference.distribution(logits, [0], [], SamplingOptions(temperature=1.0))
+    p = reference.distribution(logits, [0], [], TokenOptions(temperature=1.0))
     boundary = p[wanted].min()
     assert (p[drawn] >= boundary * (1 - 1e-3)).all()
     outside = drawn[~wanted[drawn]]
@@ -189,9 +189,9 @@ def test_top_p_keeps_the_nucleus_of_a_large_vocabulary(sampler: Sampler, scale: 
 
 def test_min_p_keeps_what_is_likely_enough_against_the_best(sampler: Sampler) -> None:
     logits = np.log(np.array([0.5, 0.26, 0.24, 0.04, 0.06], np.float32))
-    assert kept(sampler, logits, SamplingOptions(temperature=1.0, min_p=0.5)) == {0, 1}
-    assert kept(sampler, logits, SamplingOptions(temperature=1.0, min_p=0.1)) == {0, 1, 2, 4}
-    assert kept(sampler, logits, SamplingOptions(temperature=1.0, min_p=1.0)) == {0}
+    assert kept(sampler, logits, TokenOptions(temperature=1.0, min_p=0.5)) == {0, 1}
+    assert kept(sampler, logits, TokenOptions(temperature=1.0, min_p=0.1)) == {0, 1, 2, 4}
+    assert kept(sampler, logits, TokenOptions(temperature=1.0, min_p=1.0)) == {0}
 
 
 def test_filters_and_repetition_penalty_equal_transformers(sampler: Sampler) -> None:
@@ -199,7 +199,7 @@ def test_filters_and_repetition_penalty_equal_transformers(sampler: Sampler) -> 
     process = pytest.importorskip("transformers.generation.logits_process")
     logits = logits_of(60, 11, 2.0)
     prompt, output = [3, 5, 5, 8, 13], [21, 34, 21]
-    o = SamplingOptions(temperature=0.7, top_k=20, top_p=0.85, min_p=0.03, repetition_penalty=1.4)
+    o = TokenOptions(temperature=0.7, top_k=20, top_p=0.85, min_p=0.03, repetition_penalty=1.4)
     scores = torch.from_numpy(logits)[None]
     ids = torch.tensor([[*prompt, *output]])
     for step in (process.RepetitionPenaltyLogitsProcessor(1.4), process.TemperatureLogitsWarper(0.7), process.TopKLogitsWarper(20),
@@ -215,15 +215,15 @@ def test_filters_and_repetition_penalty_equal_transformers(sampler: Sampler) -> 
 
 def test_penalties_change_the_greedy_choice_by_the_stated_amounts(sampler: Sampler) -> None:
     logits = np.array([1.0, 2.0, 1.95, -1.0], np.float32)
-    assert sampler.choose(logits, [1], [], SamplingOptions(repetition_penalty=1.02)) == 1  # 2 / 1.02 = 1.961
-    assert sampler.choose(logits, [1], [], SamplingOptions(repetition_penalty=1.03)) == 2  # 2 / 1.03 = 1.942
-    assert sampler.choose(logits, [1, 1], [], SamplingOptions(repetition_penalty=1.02)) == 1  # once, however often it occurs
-    assert sampler.choose(logits, [1], [], SamplingOptions(presence_penalty=0.5)) == 1  # prompts do not count
-    assert sampler.choose(logits, [0], [1], SamplingOptions(presence_penalty=0.06)) == 2
-    assert sampler.choose(logits, [0], [1], SamplingOptions(frequency_penalty=0.03)) == 1
-    assert sampler.choose(logits, [0], [1, 1], SamplingOptions(frequency_penalty=0.03)) == 2
+    assert sampler.choose(logits, [1], [], TokenOptions(repetition_penalty=1.02)) == 1  # 2 / 1.02 = 1.961
+    assert sampler.choose(logits, [1], [], TokenOptions(repetition_penalty=1.03)) == 2  # 2 / 1.03 = 1.942
+    assert sampler.choose(logits, [1, 1], [], TokenOptions(repetition_penalty=1.02)) == 1  # once, however often it occurs
+    assert sampler.choose(logits, [1], [], TokenOptions(presence_penalty=0.5)) == 1  # prompts do not count
+    assert sampler.choose(logits, [0], [1], TokenOptions(presence_penalty=0.06)) == 2
+    assert sampler.choose(logits, [0], [1], TokenOptions(frequency_penalty=0.03)) == 1
+    assert sampler.choose(logits, [0], [1, 1], TokenOptions(frequency_penalty=0.03)) == 2
     negative = np.array([-1.0, -1.05], np.float32)
-    assert sampler.choose(negative, [0], [], SamplingOptions(repetition_penalty=1.1)) == 1  # negative logits are multiplied
+    assert sampler.choose(negative, [0], [], TokenOptions(repetition_penalty=1.1)) == 1  # negative logits are multiplied
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 1000, 49152])

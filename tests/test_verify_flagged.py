@@ -28,22 +28,33 @@ def conflicts_on_plain_memory(a: Task, b: Task, graph: SMTaskGraph) -> bool:
     return any(x.overlaps(y) and not graph.buffers[x.buffer].flagged for x, y in pairs)
 
 
-def seen(graph: SMTaskGraph) -> dict[int, set[int]]:
-    """Task -> earlier tasks whose writes it surely sees: through queues and counters, by walking them."""
+def lasting(graph: SMTaskGraph) -> set[int]:
+    """Tasks before `advance` whose results a later step may read."""
+    return {t.id for t in graph.tasks[:-1] if not graph.operator(t).attrs.get("ephemeral")}
+
+
+def seen(graph: SMTaskGraph) -> tuple[dict[int, set[int]], set[int]]:
+    """Task -> earlier tasks whose writes it surely sees, through queues and counters, by walking them; and what the next step sees.
+
+    Optional tasks may not have waited, as far as others know; `advance` may have waited for its last event only.
+    """
     out: dict[int, set[int]] = {}
+    told: dict[int, set[int]] = {}  # what follows from the end of a task, itself included
     previous = {b: a for queue in graph.queues for a, b in pairwise(queue)}
     for task in graph.tasks:  # an order that queues and events respect
-        direct = {p for e in task.waits if e and not graph.events[e].carried for p in graph.events[e].producers}
-        direct |= {previous[task.id]} if task.id in previous else set()
-        out[task.id] = direct.union(*(out[p] for p in direct))
-    return out
+        before = told[previous[task.id]] if task.id in previous else set()
+        waits = [e for e in task.waits if e and not graph.events[e].carried]
+        awaited = [set[int]().union(*(told[p] for p in graph.events[e].producers)) for e in waits]
+        out[task.id] = before.union(*awaited)
+        told[task.id] = {task.id} | (before if graph.operator(task).attrs.get("optional") else out[task.id])
+    return out, before | awaited[-1]
 
 
 def test_a_lowered_graph_has_data_that_carries_and_is_proven_right() -> None:
     graph = lowered()
     assert find_fault(graph) is None
     flagged = {name for name, b in graph.buffers.items() if b.flagged}
-    assert {"x", "rope", "l0.x1", "l0.x2", "l1.qkv", "l1.attn", "l0.mlp"} <= flagged and not flagged & {"logits", "choice", "step", "l0.kv"}
+    assert {"x", "rope", "l0.x1", "l0.x2", "l1.qkv", "l1.attn", "l0.mlp"} <= flagged and not flagged & {"logits", "step", "l0.kv"}
     executed, visible = Order(graph), Order(graph, carried=False)
     down, up = (next(t.id for t in graph.tasks if graph.operator(t).name == f"l0.{name}") for name in ("down", "gate_up"))
     assert executed.happens_before(up, down) and not visible.happens_before(graph.queues[graph.tasks[down].worker - 1][2], down)
@@ -51,8 +62,8 @@ def test_a_lowered_graph_has_data_that_carries_and_is_proven_right() -> None:
 
 def test_counters_alone_close_a_step_and_order_plain_memory() -> None:
     graph = lowered()
-    earlier, advance = seen(graph), len(graph.tasks) - 1
-    assert earlier[advance] == set(range(advance))
+    earlier, closed = seen(graph)
+    assert lasting(graph) <= closed
     for b in graph.tasks:
         for a in graph.tasks[: b.id]:
             assert a.id in earlier[b.id] or not conflicts_on_plain_memory(a, b, graph)
@@ -67,8 +78,8 @@ def test_each_producer_of_a_counter_left_out_in_turn() -> None:
             continue
         for producer in event.producers:
             mutant = without_producer(graph, event.id, producer)
-            earlier, advance = seen(mutant), len(graph.tasks) - 1
-            harm = earlier[advance] != set(range(advance)) or any(
+            earlier, closed = seen(mutant)
+            harm = not lasting(graph) <= closed or any(
                 a.id not in earlier[b.id] and conflicts_on_plain_memory(a, b, mutant) for b in mutant.tasks for a in mutant.tasks[: b.id])
             fault = find_fault(mutant)
             assert (fault is not None) == harm, f"event {event.id} without task {producer}"
@@ -96,7 +107,7 @@ def second_copy_beyond_the_arena(graph: SMTaskGraph) -> None:
 
 
 def counter_said_to_be_carried(graph: SMTaskGraph) -> None:
-    event = next(e for e in graph.events if not e.carried and e.id and graph.tasks[e.producers[0]].kind == "sample_part")
+    event = next(e for e in graph.events if not e.carried and e.id and graph.tasks[e.producers[0]].kind == "head")
     graph.events[event.id].carried = True
 
 

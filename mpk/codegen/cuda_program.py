@@ -49,12 +49,12 @@ class CudaProgramBuilder(ProgramBuilder):
         operators = graph.tensor_graph.operators
         self.plans: dict[int, StagePlan] = {i: plan_stages(graph, op, by_op[i]) for i, op in enumerate(operators) if kind_of(op).cuda_form == "stages"}
 
-    def text(self, stages: int) -> str:
-        """The program's CUDA source, for a ring of so many stages."""
+    def text(self, stages: int, prompt: ProgramBuilder | None = None) -> str:
+        """The program's CUDA source, for a ring of so many stages; `prompt`: of the graph that reads prompts."""
+        prompts = prompt.variants if prompt is not None else []
         environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
         template = environment.from_string((cuda_source.TARGETS / "cuda" / "program.cu.j2").read_text())
-        publishes = next((i for i, v in enumerate(self.variants) if v.kind == "advance"), -1)
-        return template.render(kinds=sorted({v.kind for v in self.variants}), variants=self.variants, publishes=publishes, stages=stages,
+        return template.render(kinds=sorted({v.kind for v in (*self.variants, *prompts)}), variants=self.variants, prompt_variants=prompts, stages=stages,
                                flagged=int(self.graph.flagged_bytes > 0))
 
     def cuda_tables(self) -> CudaTables:
@@ -62,8 +62,9 @@ class CudaProgramBuilder(ProgramBuilder):
         tables = self.tables()
         records = np.zeros(len(tables.instructions), layout.dtype("Record"))
         records["instruction"] = tables.instructions
+        records["instruction"]["signal_count"][tables.instructions["op"] == self.graph.tasks[-1].op] = 0  # the plan's messages are the step event
         for name, table in (("wait", tables.waits), ("signal", tables.signals)):
-            begin, count = tables.instructions[f"{name}_begin"], tables.instructions[f"{name}_count"]
+            begin, count = tables.instructions[f"{name}_begin"], records["instruction"][f"{name}_count"]
             for place in range(layout.INLINE_EVENTS):
                 has = count > place
                 records[f"{name}s"][has, place] = table[begin[has] + place]
@@ -98,10 +99,11 @@ class CudaProgramBuilder(ProgramBuilder):
         return np.array(rows, layout.dtype("LoadRun")), np.array(begin, np.int32)
 
 
-def compile_cuda_program(builder: CudaProgramBuilder, plan: KernelPlan) -> Cubin:
+def compile_cuda_program(builder: CudaProgramBuilder, plan: KernelPlan, prompt: ProgramBuilder | None = None) -> Cubin:
     """Machine code of the program, from the cache where it is there."""
     architecture = plan.architecture
-    text, headers = builder.text(plan.stages), cuda_source.headers(v.kind for v in builder.variants)
+    variants = [*builder.variants, *(prompt.variants if prompt is not None else [])]
+    text, headers = builder.text(plan.stages, prompt), cuda_source.headers(v.kind for v in variants)
     key = digest(text, architecture, *cuda_source.OPTIONS, str(version()), *(part for item in sorted(headers.items()) for part in item))
     store = Store("programs", ".cubin")
     entry = store.find(key)

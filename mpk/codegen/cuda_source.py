@@ -10,7 +10,8 @@ from mpk.tasks import base
 
 TARGETS = Path(__file__).parent.parent / "targets"
 TASKS = Path(base.__file__).parent
-SHARED = ("context.hpp", "plan.hpp", "philox.hpp")  # headers of the C++ back end that both use
+SHARED = ("context.hpp", "philox.hpp")  # headers of the C++ back end that both use
+USES = {"head": ("linear",), "logit_slices": ("head",)}  # kinds whose headers those of another include
 OPTIONS = ("--device-as-default-execution-space",)  # shared headers say nothing of host and device
 
 
@@ -24,7 +25,8 @@ def headers(kinds: Iterable[str]) -> dict[str, str]:
         out[path.name] = path.read_text()
     for path in sorted((TARGETS / "cuda" / "include" / "mpk").iterdir()):
         out[f"mpk/{path.name}"] = path.read_text()
-    for kind in sorted(set(kinds)):
+    named = set(kinds)
+    for kind in sorted(named.union(*(USES.get(kind, ()) for kind in named))):
         for path in sorted((TASKS / kind).glob("*.cuh")):
             out[f"{kind}/{path.name}"] = path.read_text()
     return out

@@ -31,20 +31,20 @@ def _sources() -> str:
     return digest(*(part for p in files for part in (str(p.relative_to(root)), p.read_bytes())))
 
 
-def key(graph: TensorGraph, target: Target, options: Options) -> str:
-    """Hash of what lowering `graph` depends on."""
+def key(graph: TensorGraph, target: Target, options: Options, purpose: str = "") -> str:
+    """Hash of what lowering `graph` depends on; `purpose`: where a model has several graphs, which one."""
     return digest(json.dumps(graph.config.to_json(), sort_keys=True), json.dumps(asdict(target), sort_keys=True),
-                  json.dumps(asdict(options), sort_keys=True), _sources())
+                  json.dumps(asdict(options), sort_keys=True), purpose, _sources())
 
 
-def lowered(graph: TensorGraph, target: Target, options: Options, lower: Callable[[], SMTaskGraph]) -> SMTaskGraph:
+def lowered(graph: TensorGraph, target: Target, options: Options, lower: Callable[[], SMTaskGraph], purpose: str = "") -> SMTaskGraph:
     """What `lower()` returns, or an equal graph from the cache; without a cache folder that can be written, always the former."""
     try:
         store = Store("graphs", ".npz")
     except TargetError as error:  # no reason to refuse to look at a graph; who builds a program will hear of it
         LOG.info("graphs are not kept: %s", error)
         return lower()
-    name = key(graph, target, options)
+    name = key(graph, target, options, purpose)
     entry = store.find(name)
     if entry is not None:
         try:

@@ -137,6 +137,7 @@ STRUCTS: dict[str, list[Field]] = {
         ("load_begin", "uint64_t", 1),  # int32 [blocks + 1]
         ("events", "uint64_t", 1),  # counters, COUNTER_STRIDE bytes apart
         ("stop", "uint64_t", 1),  # int32, one of RESULT: not 0, and every block leaves
+        ("messages", "uint64_t", 1),  # [MAX_ROWS] of 16 bytes: the planned step, see step.cuh; zeros before a launch
         ("mirror", "uint64_t", 1),  # int64 [max_batch][max_context] in host memory: token + 1 once it is known; 0: nobody looks
         ("planner", "int32_t", 1),  # the block that runs `advance`; it plans the first step too
         ("stages", "int32_t", 1),
@@ -144,7 +145,18 @@ STRUCTS: dict[str, list[Field]] = {
         ("flight_idle_bytes", "int32_t", 1),
         ("peers", "uint64_t", MAX_RANKS),  # addresses of the peer memory of every rank
         ("pipelining", "int32_t", 1),  # 0: weights are fetched only once their instruction's events have come
-        ("reserved", "int32_t", 1),
+        # Of the graph that reads prompts; prompt_records 0: there is none.
+        ("prompt_planner", "int32_t", 1),  # the block that runs `prompt_advance`, and plans the first prompt step
+        ("prompt_records", "uint64_t", 1),  # Record [all blocks]
+        ("prompt_stream_begin", "uint64_t", 1),  # int32 [blocks + 1]
+        ("prompt_step", "uint64_t", 1),  # Step: what the present prompt step computes
+        ("places", "uint64_t", 1),  # int64: byte offsets of the stages of packed matrices, matrix by matrix
+        ("prompt_event", "int32_t", 1),  # its value is the number of prompt steps planned so far
+        ("prompt_over", "int32_t", 1),  # 1 once prompts are read
+        ("prompt_task", "int32_t", 1),  # that who waits for a prompt step reports
+        ("prompt_rows", "int32_t", 1),  # most of a step
+        ("prompt_room", "int32_t", 1),  # rows that buffers have
+        ("prompt_least", "int32_t", 1),  # tokens that are worth a prompt step
     ],
     # Stages of packed weights that one instruction uses one after the other: `count` times `bytes`, `stride` apart.
     "LoadRun": [

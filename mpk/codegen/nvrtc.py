@@ -26,11 +26,12 @@ class Resources:
 
 @dataclass(frozen=True)
 class Cubin:
-    """Machine code of one program for one architecture, with the resources of each kernel by name."""
+    """Machine code of one program for one architecture, with the resources of each kernel by name, and what ptxas says costs time."""
 
     image: bytes
     architecture: str
     resources: Mapping[str, Resources]
+    losses: tuple[str, ...] = ()
 
 
 def _bindings() -> Any:
@@ -73,7 +74,7 @@ def compile_cubin(source: str, headers: Mapping[str, str], architecture: str, op
         image = _text(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    return Cubin(image, architecture, parse_resources(log))
+    return Cubin(image, architecture, parse_resources(log), tuple(line.strip() for line in log.splitlines() if "Performance Loss" in line))
 
 
 def _text(size: Any, get: Any, program: Any) -> bytes:

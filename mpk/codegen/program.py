@@ -125,8 +125,10 @@ class ProgramBuilder:
         packed = matrix_bytes(kind, op, graph)
         tiles = kind.tiles(op, tensors)
         streamed = packed > 0 and kind.cost(op, tensors, 0, tiles, graph.dtype).weight_bytes >= packed
-        return _Placement(self.matrix_offset(op) if packed else -1, graph.param_offsets.get(op.name, -1), operands,
-                          packed // tiles if streamed else 0, kind.arguments(op))
+        gathered = kind.gathered(op)
+        weights = graph.weight_offsets[gathered] if gathered else self.matrix_offset(op) if packed else -1
+        return _Placement(weights, graph.param_offsets.get(op.name, -1), operands, packed // tiles if streamed and not gathered else 0,
+                          (1, 0) if gathered else kind.arguments(op))
 
     def _prefetch(self, task: Task, place: _Placement) -> tuple[int, int]:
         if not place.tile_bytes:
@@ -143,7 +145,8 @@ def _ranges(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class _Placement:
-    """Where an operator's memory is: operands in the arena, or in peer memory where the kind says so. `tile_bytes`: packed weights of a tile, 0 where tasks do not stream theirs."""
+    """Where an operator's memory is: operands in the arena, or in peer memory where the kind says so. `tile_bytes`: packed weights of a tile, 0
+    where tasks do not stream theirs. `arguments`: of the instruction; (1, 0) if `weights` is the matrix whose rows are the input."""
 
     weights: int
     params: int

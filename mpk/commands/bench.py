@@ -64,7 +64,8 @@ def command(
     for c in contexts:
         if c + STEPS // 2 + 1 > loaded.config.max_context or c <= STEPS // 2:
             raise RequestError(f"--context {c}", expected=f"{STEPS // 2 + 1} to {loaded.config.max_context - STEPS // 2 - 1} for {loaded.name}")
-    plans = {(b, c): decode_plan.with_mean_context(b, c, STEPS, compiler.options.max_rows) for b in batches for c in contexts}
+    least = compiler.target.prompt_least if tp == 1 else 0
+    plans = {(b, c): decode_plan.with_mean_context(b, c, STEPS, compiler.options.max_rows, least) for b in batches for c in contexts}
     for (b, c), plan in plans.items():
         if plan.context > loaded.config.max_context:
             raise RequestError(f"--batch {b} and --context {c}", actual=f"{plan.context} tokens in the sequence that is read first",

@@ -27,29 +27,33 @@ class DecodePlan:
         return self.prompt + max(self.new_tokens)
 
 
-def with_prompt(batch: int, prompt: int, steps: int, max_rows: int) -> DecodePlan:
-    """Prompts of `prompt` tokens, then `steps` steps in which all decode."""
-    ends = _first_tokens(batch, prompt, max_rows)
+def with_prompt(batch: int, prompt: int, steps: int, max_rows: int, prompt_least: int = 0) -> DecodePlan:
+    """Prompts of `prompt` tokens, then `steps` steps in which all decode.
+
+    `prompt_least`: tokens from which prompts are read before the first step, all but the last token of each (0: never).
+    """
+    ends = _first_tokens(batch, prompt, max_rows, prompt_least)
     read = max(ends)
     return DecodePlan(prompt, [steps + 1 + read - end for end in ends], read, ends.index(read))
 
 
-def with_mean_context(batch: int, context: int, steps: int, max_rows: int) -> DecodePlan:
+def with_mean_context(batch: int, context: int, steps: int, max_rows: int, prompt_least: int = 0) -> DecodePlan:
     """`steps` steps in which all decode, at `context` tokens in the mean over sequences and steps (prompts have one token at least)."""
     shortest, longest = 1, max(1, context - steps // 2)
     while shortest < longest:
         prompt = (shortest + longest + 1) // 2
-        ends = _first_tokens(batch, prompt, max_rows)
+        ends = _first_tokens(batch, prompt, max_rows, prompt_least)
         if prompt + fmean(max(ends) - end for end in ends) + steps // 2 <= context:  # what a sequence decodes before all do counts too
             shortest = prompt
         else:
             longest = prompt - 1
-    return with_prompt(batch, shortest, steps, max_rows)
+    return with_prompt(batch, shortest, steps, max_rows, prompt_least)
 
 
-def _first_tokens(batch: int, prompt: int, max_rows: int) -> list[int]:
+def _first_tokens(batch: int, prompt: int, max_rows: int, prompt_least: int) -> list[int]:
     """The step (from 1) that yields each sequence's first token, as `advance` plans the steps."""
-    sequences = [PlannedSequence(prompt) for _ in range(batch)]
+    read = prompt - 1 if 0 < prompt_least <= batch * (prompt - 1) else 0
+    sequences = [PlannedSequence(prompt, computed=read) for _ in range(batch)]
     ends = [0] * batch
     step = 0
     while 0 in ends:

@@ -50,14 +50,15 @@ def command(
         if path is not None:
             check_writable(option, path)
     loaded = frontend.load(model, shapes=True)
-    plan = decode_plan.with_prompt(batch, context, steps, compiler.options.max_rows)
+    plan = decode_plan.with_prompt(batch, context, steps, compiler.options.max_rows, compiler.target.prompt_least if tp == 1 else 0)
     if plan.context > loaded.config.max_context:
         raise RequestError(f"--context {context} and --steps {steps}", actual=f"{plan.context} tokens",
                            expected=f"at most {loaded.config.max_context} with the tokens that follow (the model's context)")
     engine, _ = build(compiler, loaded, quiet=json)
     graph = engine.graph
     instance = engine.create_instance(max_batch=batch, max_context=plan.context,
-                                      trace_spans=4 * max(len(q) for q in graph.queues) * (plan.prompt_steps + steps))
+                                      trace_spans=4 * max(len(q) for q in graph.queues) * (plan.prompt_steps + steps)
+                                      + 2 * engine.prompt_tasks(batch * context))
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, loaded.config.vocab_size, size=(batch, context))
     result = instance.generate(prompts, max_new_tokens=plan.new_tokens, stop_tokens=[])

@@ -8,6 +8,8 @@ Task a *happens before* task b when a has finished, with its writes visible, whe
 things order tasks: the place in a queue, and an event whose threshold equals the number of its signals (then all its
 producers are done when a waiter starts). A smaller threshold says nothing about any one producer: from the second step on
 the counter may have got there by signals of the step before. Waits for the step event order steps, not the tasks of one.
+A task of an operator with the attribute `optional` waits only if it has anything to do: what it waits for has happened before its own
+accesses, but nothing that comes after it may rely on that.
 
 Vector clocks are due to Fidge and Mattern (1988). The work is one row operation a task and one reduction an event, never
 one operation an edge, since an event with p producers and c consumers stands for p * c edges.
@@ -129,6 +131,7 @@ class _Propagation:
                     self.producers[e].append(task.id)
         self.missing = [len(p) for p in self.producers]  # signals still to come
         self.event_clock: dict[int, NDArray[np.int32]] = {}
+        self.unwaited: dict[int, NDArray[np.int32]] = {}  # clocks of optional tasks as others see them, who cannot know whether they waited
         self.carried = order.carried
         self.dependencies: dict[int, list[frozenset[int]]] = {}
         if use_dependencies:
@@ -184,7 +187,11 @@ class _Propagation:
     def _execute(self, task: int, index: int, worker: int) -> None:
         row = self.clock[task]
         if index:
-            row[:] = self.clock[self.graph.queues[worker][index - 1]]
+            before = self.graph.queues[worker][index - 1]
+            row[:] = self.unwaited.get(before, self.clock[before])
+        if self.graph.operator(task).attrs.get("optional"):
+            self.unwaited[task] = row.copy()
+            self.unwaited[task][worker] = index - 1
         for e in self.graph.tasks[task].waits:
             if self._orders(e):
                 if e not in self.event_clock:
@@ -200,7 +207,11 @@ class _Propagation:
         if not tasks:
             return np.full(self.clock.shape[1], -1, np.int32)
         ids = np.asarray(tasks, np.intp)
-        joined: NDArray[np.int32] = self.clock[ids].max(axis=0)
+        seen = self.clock[ids]
+        for place, t in enumerate(tasks) if self.unwaited else ():
+            if t in self.unwaited:
+                seen[place] = self.unwaited[t]
+        joined: NDArray[np.int32] = seen.max(axis=0)
         np.maximum.at(joined, self.worker[ids], self.index[ids])
         return joined
 

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 from mpk.errors import InternalError
 from mpk.graph.tensor_graph import Operator, TensorGraph
 
+STEP_CLOSERS = ("advance", "prompt_advance")  # kinds of the task that ends a step and raises the step event
+
 
 class Region(NamedTuple):
     """Columns [begin, end) of all rows of a buffer. Rows are not split: a task treats every row of the step."""
@@ -202,7 +204,7 @@ class SMTaskGraph:
         The event that `advance` raises counts as fired: the host raises it before the first step.
         """
         done = set(completed)
-        armed = {e.id for e in self.events if any(self.tasks[p].kind == "advance" for p in e.producers)}
+        armed = {e.id for e in self.events if any(self.tasks[p].kind in STEP_CLOSERS for p in e.producers)}
         count = [0] * len(self.events)
         for t in done:
             for e in self.tasks[t].signals:

@@ -16,7 +16,7 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from mpk.errors import InternalError
-from mpk.graph.sm_task_graph import Region, SMTaskGraph, Task
+from mpk.graph.sm_task_graph import STEP_CLOSERS, Region, SMTaskGraph, Task
 
 
 class _Accesses:
@@ -137,7 +137,7 @@ def _check_independent(graph: SMTaskGraph, tasks: list[Task]) -> None:
 
 def _close_step(graph: SMTaskGraph) -> None:
     last = graph.tasks[-1]
-    if last.kind != "advance":
+    if last.kind not in STEP_CLOSERS:
         raise InternalError(f"the last task is {last.kind}, expected advance")
     needed = frozenset().union(*{s for needs in (graph.dependencies, graph.carried) for sets in needs.values() for s in sets})
     sinks = frozenset(t.id for t in graph.tasks if t.id not in needed and t is not last)

@@ -8,7 +8,8 @@ earlier are left out (vector clocks over queues); what remains of one task becom
 remaining producers share it. Where a producer would have to signal more events of one operator than the target finds cheap,
 the events of that operator are merged into one that needs all its producers: waiting a little longer costs less than many
 signals. Event 0 is the step event: `advance` raises it, the first task of every queue waits for it. `advance` itself waits, by counters,
-for the last task of every queue, so that whatever a step wrote is visible in the next one.
+for the last task of every queue, so that whatever a step wrote is visible in the next one. Where operators are `ephemeral` (nothing that
+they write is read in a later step) that is an event of its own, the last one of `advance`, which leaves them out: it comes early.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ def run(graph: SMTaskGraph, target: Target) -> SMTaskGraph:
     """Fill `graph.events` and every task's waits and signals; empties `graph.dependencies` and `graph.carried`."""
     before = len(frozenset().union(*{s for needs in (graph.dependencies, graph.carried) for sets in needs.values() for s in sets}))
     graph.events_before_fusion = before
-    counted = _minimal_needs(graph, graph.dependencies, {}, closes_step=True)
+    ephemeral = any(op.attrs.get("ephemeral") for op in graph.tensor_graph.operators)
+    counted = _minimal_needs(graph, graph.dependencies, {}, closes_step=not ephemeral)
     counted = _merge_crowded(graph, counted, target.max_signals_per_task)
     carried = _minimal_needs(graph, graph.carried, graph.dependencies)
     _make_events(graph, counted, carried)
+    if ephemeral:
+        graph.add_event(_last_lasting(graph), (graph.tasks[-1].id,))
     graph.dependencies, graph.carried = {}, {}
     counters = {e.id for e in graph.events if not e.carried}
     graph.notes.append(
@@ -34,6 +38,15 @@ def run(graph: SMTaskGraph, target: Target) -> SMTaskGraph:
         f"{sum(e in counters for t in graph.tasks for e in t.signals)} signals, {sum(e in counters for t in graph.tasks for e in t.waits)} waits; "
         f"{len(graph.events) - len(counters)} events that data carries")
     return graph
+
+
+def _last_lasting(graph: SMTaskGraph) -> list[int]:
+    """The last task of every other queue than that of `advance` whose results may be read in a later step."""
+    found = []
+    for queue in graph.queues[: graph.tasks[-1].worker] + graph.queues[graph.tasks[-1].worker + 1 :]:
+        lasting = [t for t in queue if not graph.operator(t).attrs.get("ephemeral")]
+        found += lasting[-1:]
+    return found
 
 
 def _minimal_needs(graph: SMTaskGraph, wanted: dict[int, list[frozenset[int]]], given: dict[int, list[frozenset[int]]],
@@ -66,6 +79,7 @@ def _minimal_needs(graph: SMTaskGraph, wanted: dict[int, list[frozenset[int]]], 
         mine = clock[task.id]
         if last_in_queue[task.worker] >= 0:
             np.maximum(mine, clock[last_in_queue[task.worker]], out=mine)
+        unwaited = mine.copy() if graph.operator(task).attrs.get("optional") else None
         # Later producers first: waiting for them often makes the earlier sets superfluous.
         left: list[frozenset[int]] = []
         sets = wanted.get(task.id, [])
@@ -89,6 +103,8 @@ def _minimal_needs(graph: SMTaskGraph, wanted: dict[int, list[frozenset[int]]], 
         if left:
             key = tuple(left)
             needs[task.id] = unions.setdefault(key, frozenset().union(*left) if len(left) > 1 else left[0])
+        if unwaited is not None:  # nobody can know whether it has waited
+            mine[:] = unwaited
         mine[task.worker] = place[task.id] + 1
         last_in_queue[task.worker] = task.id
     return needs

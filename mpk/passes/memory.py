@@ -59,6 +59,8 @@ def _place_activations(graph: SMTaskGraph) -> None:
         for region in (*task.reads, *task.writes):
             touching.setdefault(region.buffer, []).append(task.id)
     placed: list[_Life] = []
+    # What ephemeral operators write may still be written when the next step has begun.
+    alone = {name for op in graph.tensor_graph.operators if op.attrs.get("ephemeral") for name in op.outputs}
     total = 0
     for name, tasks in touching.items():  # in order of first use
         buffer = graph.buffers[name]
@@ -66,7 +68,7 @@ def _place_activations(graph: SMTaskGraph) -> None:
             continue
         ids = np.unique(np.array(tasks))
         life = _Life(name, buffer_bytes(graph, buffer), order.frontier(tasks), order.clock[ids].min(axis=0))
-        blocked = sorted((p.offset, p.offset + p.size) for p in placed if not (life.before >= p.last).all())
+        blocked = sorted((p.offset, p.offset + p.size) for p in placed if name in alone or p.name in alone or not (life.before >= p.last).all())
         life.offset = _first_gap(blocked, life.size)
         placed.append(life)
         total += life.size

@@ -54,16 +54,19 @@ def run(graph: TensorGraph, target: Target, options: Options) -> SMTaskGraph:
     cuts: list[list[tuple[int, int]]] = []
     for index, op in enumerate(graph.operators):
         kind = kind_of(op)
-        tiles = kind.tiles(op, graph)
-        count = max(1, min(tiles, target.workers, kind.max_splits(op, graph), most.get(op.name.split(".", 1)[-1], tiles)))
+        tiles, unit = kind.tiles(op, graph), kind.unit(op, graph)
+        units = -(-tiles // unit)
+        count = max(1, min(units, target.workers, kind.max_splits(op, graph), most.get(op.name.split(".", 1)[-1], units)))
+        count = units if kind.unit_a_task(op, graph) else count
         leader = leader_of(graph, index)
-        made = ranges(tiles, count, rotation) if leader is None else cuts[leader]
+        made = ranges(units, count, rotation) if leader is None else cuts[leader]
         cuts.append(made)
-        for begin, end in made:
+        for first, last in made:
+            begin, end = first * unit, min(last * unit, tiles)
             out.add_task(op.kind, index, (begin, end), kind.reads(op, graph, begin, end), kind.writes(op, graph, begin, end),
                          kind.cost(op, graph, begin, end, options.dtype))
         if leader is None and options.rotate and count > 1:
-            rotation = (rotation + tiles % count) % count
+            rotation = (rotation + units % count) % count
     out.notes.append(f"partition: {len(out.tasks)} tasks of {len(graph.operators)} operators for {target.workers} workers")
     return out
 

@@ -10,7 +10,20 @@ from mpk import settings
 from mpk.errors import RequestError
 from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.graph.tensor_graph import TensorGraph
-from mpk.passes import dependencies, event_fusion, fuse, memory, partition, schedule, shard, split_attention, split_sampling, verify
+from mpk.passes import (
+    dependencies,
+    event_fusion,
+    fuse,
+    gather_embedding,
+    memory,
+    partition,
+    prompt,
+    schedule,
+    shard,
+    split_attention,
+    split_sampling,
+    verify,
+)
 from mpk.passes.partition import Options
 from mpk.targets.hardware import Target
 
@@ -24,6 +37,8 @@ def tensor_passes(target: Target, options: Options) -> list[tuple[str, Callable[
         ("shard", lambda g: shard.run(g, options.tensor_parallel, target.two_shot_bytes.value)),
         ("split_attention", lambda g: split_attention.run(g, target.workers, options.attention_splits)),
     ]
+    if target.flagged:
+        passes.append(("gather_embedding", gather_embedding.run))
     if target.backend == "cuda":
         passes.append(("split_sampling", lambda g: split_sampling.run(g, target.workers)))
     return passes
@@ -59,6 +74,15 @@ def lower(graph: TensorGraph, target: Target, options: Options) -> SMTaskGraph:
         dump.write(name, tasks)
         if name == last:
             break
+    return tasks
+
+
+def lower_prompts(graph: TensorGraph, target: Target, rows: int) -> SMTaskGraph:
+    """The graph that reads prompts in steps of up to `rows` rows, for a target that has one; verified like the other."""
+    fused = fuse.run(graph, 1, target.append_in, target.swiglu_columns)
+    tasks = partition.run(prompt.run(fused, target.workers), target, Options(max_rows=rows, max_batch=1))
+    for _, task_pass in task_passes(target):
+        tasks = task_pass(tasks)
     return tasks
 
 

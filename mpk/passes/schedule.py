@@ -48,7 +48,7 @@ def run(graph: SMTaskGraph, target: Target, placement: str = "spread") -> SMTask
             if s not in ready_of:
                 ready_of[s] = float(max(finish[list(s)])) + target.event_latency.value
         ready = max((ready_of[s] for s in sets), default=0.0)
-        took = duration_us(task, target, workers)
+        took = 0.0 if graph.operator(task).attrs.get("optional") else duration_us(task, target, workers)
         end = np.maximum(free, ready) + took
         for producer in _few(sets):
             end[graph.tasks[producer].worker] -= 1e-3 * target.event_latency.value
@@ -56,7 +56,9 @@ def run(graph: SMTaskGraph, target: Target, placement: str = "spread") -> SMTask
             worker = int(taken.sum()) % workers
         else:  # Spread the tasks of an operator first: its estimated times are equal only on paper.
             keys = (end, taken) if placement == "spread" else (taken, end)
-            worker = int(np.lexsort((np.arange(workers), load, *keys))[0])
+            # The last task, `advance`, goes to the worker that has been idle longest: it prepares while the others work.
+            least = load if task is not graph.tasks[-1] else free
+            worker = int(np.lexsort((np.arange(workers), least, *keys))[0])
         if task.op not in leaders:
             leaders[task.op] = leader_of(graph.tensor_graph, task.op)
         leader = leaders[task.op]
@@ -66,7 +68,8 @@ def run(graph: SMTaskGraph, target: Target, placement: str = "spread") -> SMTask
         task.worker = worker
         queues[worker].append(task.id)
         taken[worker] += 1
-        free[worker] = max(free[worker], ready) + took
+        if took > 0.0:  # what is optional has mostly nothing to do
+            free[worker] = max(free[worker], ready) + took
         load[worker] += took
         finish[task.id] = free[worker]
     graph.queues = queues

@@ -132,7 +132,7 @@ class _Sharder:
         self._equal_rows(op.weights["weight"], self.vocab_share)
         part, attrs = self._summed()
         self.out.append(replace(op, outputs=(part,), attrs={**op.attrs, "vocab": self.vocab_share, **attrs}))
-        self.values["agreed"] = Value("agreed", 1, "step", element_bytes=4)
+        self.values["agreed"] = Value("agreed", 1, "step", element_bytes=4, flagged=self.values[op.outputs[0]].flagged)
         self.out.append(Operator(f"{op.name}_reduce", "all_reduce", (part,), (op.outputs[0], "agreed"), {},
                                  {"n": self.graph.config.hidden_size, **attrs, "residual": False, "control": True}, op.layer))
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from mpk.errors import InternalError
 from mpk.graph.tensor_graph import Operator, TensorGraph, Value
+from mpk.tasks.rotary_attention.sharing import STATISTICS
 
 WANTED_EFFICIENCY = 0.95
 ATTENTION_KINDS = ("attention", "rotary_attention")
@@ -45,9 +46,10 @@ def run(graph: TensorGraph, workers: int, wanted: int = 0) -> TensorGraph:
             continue
         heads, head_dim = int(op.attrs["heads"]), int(op.attrs["head_dim"])
         partial = f"l{op.layer}.partial"
-        # one partial result a (query head, split): head_dim sums, the running maximum, the running denominator
-        values[partial] = Value(partial, heads * splits * (head_dim + 2), element_bytes=4, flagged=graph.values[op.outputs[0]].flagged)
-        attrs = {**op.attrs, "splits": splits}
+        # one partial result a (query head, split): head_dim sums, the running maximum, the running denominator, and perhaps padding
+        statistics = STATISTICS if op.kind == "rotary_attention" else 2
+        values[partial] = Value(partial, heads * splits * (head_dim + statistics), element_bytes=4, flagged=graph.values[op.outputs[0]].flagged)
+        attrs = {**op.attrs, "splits": splits, "statistics": statistics}
         operators.append(replace(op, outputs=(partial, *op.outputs[1:]), attrs=attrs))
         operators.append(Operator(f"l{op.layer}.combine", "attention_combine", (partial,), op.outputs[:1], {}, attrs, op.layer))
     return graph.with_operators(operators, values).check()

@@ -6,7 +6,8 @@ weight offsets. It guarantees, or refuses with the first fault found:
 - queues, events, regions and tiles are well formed: every task in one queue, producers and signals agree, every tile of every
   operator in one task, and regions as the task kind says;
 - no execution hangs: every threshold is reachable, no cycle through queues and events;
-- steps do not overlap: every task starts after the step event and ends before `advance`, which alone signals that event;
+- steps do not overlap: every task starts after the step event and ends before `advance`, which alone signals that event (tasks of
+  `ephemeral` operators, whose results only `advance` and the same step read, may be seen to end later, by their readers);
 - accesses in conflict are ordered as in the sequential order, also through bytes of the arena that buffers share
   (`mpk.graph.hazards`), and nothing is read that the same step did not write;
 - where ranks share the model, none overwrites in another's memory what is still to be read there (`mpk.graph.peers`);
@@ -34,7 +35,7 @@ from mpk.graph.hazards import Fault, describe, find_hazard, show
 from mpk.graph.order import STEP_EVENT, Order, OrderError
 from mpk.graph.peers import find_peer_fault
 from mpk.graph.serialize import fingerprint
-from mpk.graph.sm_task_graph import Allocation, Buffer, Region, SMTaskGraph, Task
+from mpk.graph.sm_task_graph import STEP_CLOSERS, Allocation, Buffer, Region, SMTaskGraph, Task
 from mpk.tasks.base import TaskKind, load_kinds
 from mpk.tasks.matrices import matrix_bytes, matrix_key
 
@@ -87,7 +88,7 @@ class _Proof:
 
     @cached_property
     def advance(self) -> Task | None:
-        return next((t for t in self.graph.tasks if t.kind == "advance"), None)
+        return next((t for t in self.graph.tasks if t.kind in STEP_CLOSERS), None)
 
     def name(self, task: int) -> str:
         return describe(self.graph, task)
@@ -295,7 +296,7 @@ def _step(proof: _Proof) -> Fault | None:
         t = int(order.topological[early[order.topological]][0])
         return Fault("step", f"missing step wait: {proof.name(t)} does not wait for event {STEP_EVENT}, neither itself nor through what it "
                      "waits for, so it could start before the step before is over", (t,), (), (STEP_EVENT,))
-    late = ~order.after_everything(advance.id)
+    late = ~_closed(graph, order, advance)
     late[advance.id] = False
     if late.any():
         t = int(order.topological[late[order.topological]][-1])
@@ -305,6 +306,42 @@ def _step(proof: _Proof) -> Fault | None:
             why = ", so the next step could start before this one is over"
         return Fault("step", f"step not closed: {proof.name(advance.id)} does not wait for {proof.name(t)}{why}",
                      (t, advance.id), (), (STEP_EVENT,))
+    return _ephemeral(proof)
+
+
+def _closed(graph: SMTaskGraph, order: Order, advance: Task) -> np.ndarray:
+    """bool [tasks]: which tasks are over, with what they wrote, when `advance` ends.
+
+    If it may do without what it reads (operators are `ephemeral`), only its queue and the last of its events count, and tasks of such
+    operators need not be over in this sense.
+    """
+    ephemeral = np.array([bool(graph.operator(t).attrs.get("ephemeral")) for t in graph.tasks])
+    if not ephemeral.any():
+        return order.after_everything(advance.id)
+    closing = next((e for e in reversed(advance.waits) if not graph.events[e].carried and e != STEP_EVENT), None)
+    if closing is None or graph.events[closing].threshold != len(graph.events[closing].producers):
+        return ephemeral
+    producers = np.array(graph.events[closing].producers, np.intp)
+    known = order.clock[producers].max(axis=0)
+    np.maximum.at(known, order.worker[producers], order.index[producers])
+    known[order.worker[advance.id]] = order.index[advance.id]
+    return ephemeral | (known[order.worker] >= order.index)
+
+
+def _ephemeral(proof: _Proof) -> Fault | None:
+    """Tasks of ephemeral operators write nothing that lasts: activations with bytes of their own, each step in the same place."""
+    graph = proof.graph
+    for task in graph.tasks:
+        if not graph.operator(task).attrs.get("ephemeral"):
+            continue
+        for region in task.writes:
+            if graph.buffers[region.buffer].kind != "activation":
+                return Fault("step", f"{proof.name(task.id)} is of an ephemeral operator, but {show(region)} lasts beyond the step", (task.id,), (region,))
+            place = graph.arena.get(region.buffer)
+            shares = next((n for n, p in graph.arena.items() if place is not None and n != region.buffer and p.size and place.size
+                           and p.offset < place.offset + place.size and place.offset < p.offset + p.size), None)
+            if shares is not None:
+                return Fault("step", f"{proof.name(task.id)} is of an ephemeral operator, but {region.buffer} shares bytes with {shares}", (task.id,), (region,))
     return None
 
 

@@ -9,42 +9,54 @@ from typing import Any
 
 import numpy as np
 
-from mpk.codegen import layout
+from mpk.codegen import graph_cache, layout
 from mpk.codegen.cuda_program import KERNEL, CudaProgramBuilder, CudaTables, compile_cuda_program
 from mpk.codegen.cuda_weights import WeightLoader
 from mpk.codegen.nvrtc import Cubin
+from mpk.codegen.prompt_program import PromptProgram, PromptTables
 from mpk.errors import StallError, TargetError
 from mpk.graph.sm_task_graph import SMTaskGraph
+from mpk.models import registry
+from mpk.passes import pipeline
 from mpk.passes.memory import lay_out_params
+from mpk.passes.partition import Options
 from mpk.runtime.cuda_device import Device, Memory, PinnedArray
 from mpk.runtime.engine import BuildProgress, Engine
 from mpk.runtime.state import State, gib
 from mpk.targets import hardware
-from mpk.targets.hardware import KernelPlan
+from mpk.targets.hardware import KernelPlan, Target
 from mpk.tasks.base import WeightSource
 
 THREADS = 384  # BLOCK_THREADS of block.cuh
-RING_OFFSET, SCRATCH_BYTES, MEMORY_BYTES = 1024, 64 << 10, 2048  # shared memory besides the stages: ring.cuh and block.cuh, rounded up
+RING_OFFSET, SCRATCH_BYTES = 3072, 64 << 10  # shared memory besides the stages: ring.cuh and block.cuh
+MESSAGE_BYTES = 16 * 16  # MAX_ROWS messages of step.cuh
 ARGUMENTS = np.dtype([("launch", layout.dtype("Launch")), ("kernel", layout.dtype("Kernel"))], align=True)
 
 
 def shared_bytes(plan: KernelPlan) -> int:
     """Shared memory of a block."""
-    return RING_OFFSET + plan.stages * plan.stage_bytes + MEMORY_BYTES + SCRATCH_BYTES
+    return RING_OFFSET + plan.stages * plan.stage_bytes + SCRATCH_BYTES
 
 
 class LoadedProgram:
     """A program, its tables and its weights in the memory of one device."""
 
-    def __init__(self, device: Device, graph: SMTaskGraph, builder: CudaProgramBuilder, cubin: Cubin, tables: CudaTables, plan: KernelPlan) -> None:
-        self.device, self.graph, self.tables, self.plan = device, graph, tables, plan
+    def __init__(self, device: Device, graph: SMTaskGraph, builder: CudaProgramBuilder, cubin: Cubin, tables: CudaTables, plan: KernelPlan,
+                 prompt: PromptProgram | None = None, prompts: PromptTables | None = None) -> None:
+        self.device, self.graph, self.tables, self.plan, self.prompts = device, graph, tables, plan, prompts
+        self.arena_bytes, self.num_events, self.prompt_rows = graph.arena_bytes, len(graph.events), 0
+        if prompt is not None and prompts is not None:
+            self.arena_bytes, self.num_events, self.prompt_rows = prompt.arena_bytes, prompts.events, prompt.graph.max_rows
         self.shared_bytes = shared_bytes(plan)
-        check_device(device, graph, plan, self.shared_bytes)
+        check_device(device, graph, plan, self.shared_bytes, self.arena_bytes - graph.arena_bytes)
         self.module = device.load(cubin.image)
         self.function = device.function(self.module, KERNEL, self.shared_bytes)
         self.weights = device.allocate(graph.weight_bytes)
         self.loader = WeightLoader(builder, device, self.module, self.weights)
         self.constants = {name: device.copy(getattr(tables, name)) for name in ("records", "stream_begin", "loads", "load_begin", "waits", "signals")}
+        if prompts is not None:
+            self.constants |= {"prompt_records": device.copy(prompts.records), "prompt_stream_begin": device.copy(prompts.stream_begin),
+                               "places": device.copy(prompts.places), "waits": device.copy(prompts.waits), "signals": device.copy(prompts.signals)}
 
     def fill(self, params: np.ndarray, source: WeightSource, progress: Any = None, random_seed: int | None = None) -> None:
         """Bring the parameters and the matrices of `source`, or random matrices."""
@@ -55,8 +67,9 @@ class LoadedProgram:
             self.loader.fill_random(random_seed)
 
 
-def check_device(device: Device, graph: SMTaskGraph, plan: KernelPlan, shared: int, peer_bytes: int = 0) -> None:
-    """Raise `TargetError` with the numbers for a GPU that is too old, too small or too full; `peer_bytes`: for messages between ranks."""
+def check_device(device: Device, graph: SMTaskGraph, plan: KernelPlan, shared: int, further_bytes: int = 0) -> None:
+    """Raise `TargetError` with the numbers for a GPU that is too old, too small or too full; `further_bytes`: for messages between ranks, and
+    for activations of another graph."""
     found = device.properties()
     what = f"device {device.index} ({found.name})"
     if found.capability != plan.capability:
@@ -68,7 +81,7 @@ def check_device(device: Device, graph: SMTaskGraph, plan: KernelPlan, shared: i
     if found.shared_memory_per_block < shared:
         raise TargetError(f"{what}: shared memory of a block", expected=f"{shared} bytes", actual=str(found.shared_memory_per_block))
     free, total = device.free_memory()
-    needed = graph.weight_bytes + graph.arena_bytes + peer_bytes
+    needed = graph.weight_bytes + graph.arena_bytes + further_bytes
     if needed > free:
         raise TargetError(f"weights and activations of the model on {what}: {gib(needed)}", expected=f"at most {gib(free)}, what is free of {gib(total)}",
                           remedy="stop other programs on the device, or use a smaller model")
@@ -82,20 +95,34 @@ class CudaEngine(Engine):
     cubin: Cubin = None  # type: ignore[assignment]
     source: WeightSource = None  # type: ignore[assignment]
     random_seed: int | None = None
+    prompt: PromptProgram | None = None
 
     def __post_init__(self) -> None:
         self.params = lay_out_params(self.graph, self.source)  # instructions hold their places
+        if self.prompt is not None:
+            self.params = self.prompt.join_params(self.params, self.source)
         self.tables = self.builder.cuda_tables()
+        self.prompt_tables = None if self.prompt is None else self.prompt.prompt_tables(self.tables.waits, self.tables.signals)
         plan = hardware.load(self.graph.target).kernel
         assert plan is not None
         flight = self.graph.flight or (plan.flight_bytes, plan.flight_idle_bytes)
         self.plan = replace(plan, flight_bytes=flight[0], flight_idle_bytes=flight[1])
         self._loaded: dict[int, LoadedProgram] = {}
 
+    def locate(self, task: int) -> tuple[SMTaskGraph, int]:
+        count = len(self.graph.tasks)
+        return (self.graph, task) if self.prompt is None or task < count else (self.prompt.graph, task - count)
+
+    def prompt_tasks(self, tokens: int) -> int:
+        if self.prompt is None:
+            return 0
+        graph = self.prompt.graph
+        return (-(-tokens // graph.max_rows) + 1) * max(len(queue) for queue in graph.queues)
+
     def on_device(self, index: int, progress: Any = None) -> LoadedProgram:
         """The program on a device, brought there first where it is not."""
         if index not in self._loaded:
-            program = LoadedProgram(Device(index), self.graph, self.builder, self.cubin, self.tables, self.plan)
+            program = LoadedProgram(Device(index), self.graph, self.builder, self.cubin, self.tables, self.plan, self.prompt, self.prompt_tables)
             program.fill(self.params, self.source, progress, self.random_seed)
             self._loaded[index] = program
         return self._loaded[index]
@@ -106,7 +133,8 @@ class CudaEngine(Engine):
             raise TargetError("device_ids", expected="one device", actual=str(devices), remedy="more devices are not supported yet")
         program = self.on_device(devices[0])
         free, _ = program.device.free_memory()
-        state = State(self.graph, batch, context, explicit, available=max(0, free - self.graph.arena_bytes - (256 << 20)), on_host=False)
+        state = State(self.graph, batch, context, explicit, available=max(0, free - program.arena_bytes - (256 << 20)), on_host=False,
+                      rows=program.prompt_rows)
         return CudaExecutor(self, program, state, stall_limit_s)
 
 
@@ -127,12 +155,14 @@ class CudaExecutor:
         for name in ("segments", *state.rows, "page_table", "tokens", "token_ns"):
             self.memory[name].fill(0)
         self.memory["stall"] = device.allocate(engine.graph.num_workers * layout.dtype("Stall").itemsize)  # one a block
-        self.memory["arena"] = device.allocate(engine.graph.arena_bytes)
+        self.memory["arena"] = device.allocate(program.arena_bytes)
         self.memory["kv"] = device.allocate(state.num_pages * state.page_bytes)
         self.memory["kv"].fill(0)
         self.memory["arena"].fill(0)
-        self.events = device.allocate(len(engine.graph.events) * layout.COUNTER_STRIDE)
+        self.events = device.allocate(program.num_events * layout.COUNTER_STRIDE)
+        self.prompt_step = device.allocate(layout.dtype("Step").itemsize)
         self.stop = device.allocate(8)
+        self.messages = device.allocate(MESSAGE_BYTES)
         self.side_stream = device.stream()
         self.mirror: PinnedArray | None = None
         self.kernel_ms = 0.0
@@ -151,8 +181,12 @@ class CudaExecutor:
             length = int(sequence["length"])
             self.memory["tokens"].upload(state.tokens[slot, :length], slot * state.max_context * 4)
         self.events.fill(0)
+        self.prompt_step.fill(0)
         if graph.flagged_bytes:
             self.memory["arena"].fill(0xFF, graph.flagged_begin, 2 * graph.flagged_bytes)  # EMPTY of flagged.cuh
+        else:
+            self.memory["arena"].fill(0)  # messages tell by a step's number that they are new
+        self.messages.fill(0)
         self.stop.fill(0)
         self.memory["stall"].fill(0)
         self._outputs = {}
@@ -179,12 +213,20 @@ class CudaExecutor:
         out["launch"] = self.state.launch_at(addresses, 0 if logits is None else logits.shape[1], 0 if spans is None else spans.shape[1],
                                              SCRATCH_BYTES, self.stall_limit_s)
         values = {"records": constants["records"], "loads": constants["loads"], "load_begin": constants["load_begin"], "events": self.events.address,
-                  "stop": self.stop.address, "mirror": self.mirror.address if watched and self.mirror is not None else 0,
+                  "stop": self.stop.address, "messages": self.messages.address, "mirror": self.mirror.address if watched and self.mirror is not None else 0,
                   "planner": program.tables.planner, "stages": plan.stages, "flight_bytes": plan.flight_bytes,
                   "flight_idle_bytes": plan.flight_idle_bytes, "pipelining": int(self.engine.pipelining)}
-        for name, value in values.items():
+        for name, value in (values | self._prompt_arguments(constants)).items():
             out["kernel"][name] = value
         return out
+
+    def _prompt_arguments(self, constants: dict[str, int]) -> dict[str, int]:
+        tables, rows = self.program.prompts, self.program.prompt_rows
+        if tables is None:
+            return {}
+        return {**{name: constants[name] for name in ("prompt_records", "prompt_stream_begin", "places")}, "prompt_step": self.prompt_step.address,
+                "prompt_planner": tables.planner, "prompt_event": tables.event, "prompt_over": tables.over, "prompt_task": tables.task,
+                "prompt_rows": rows, "prompt_room": rows, "prompt_least": hardware.load(self.program.graph.target).prompt_least}
 
     def run(self) -> int:
         """Run until no sequence has work left, and fetch what it made; returns one of `layout.RESULT`."""
@@ -239,12 +281,13 @@ class CudaExecutor:
                     raise StallError(self._hang_text())
 
     def _hang_text(self) -> str:
-        graph = self.engine.graph
-        stall = earliest(self.program.device.download_beside(self.side_stream, self.memory["stall"], layout.dtype("Stall"), graph.num_workers))
-        event = int(stall["event"])
-        names = sorted({graph.operator(t).name for t in graph.events[event].producers}) if event >= 0 else ["data of another task"]
+        workers = self.engine.graph.num_workers
+        stall = earliest(self.program.device.download_beside(self.side_stream, self.memory["stall"], layout.dtype("Stall"), workers))
+        graph, task = self.engine.locate(int(stall["task"]))
+        event = int(stall["event"]) - (0 if graph is self.engine.graph else len(self.engine.graph.events))
+        names = sorted({graph.operator(t).name for t in graph.events[event].producers}) if 0 <= event < len(graph.events) else ["data of another task"]
         return (f"no progress for {self.stall_limit_s:g} s, and a task does not end: worker {stall['worker']} waits in step {stall['step']} at task "
-                f"{stall['task']} ({graph.operator(int(stall['task'])).name}) for event {event} ({', '.join(names[:4])}), expected "
+                f"{stall['task']} ({graph.operator(task).name}) for event {event} ({', '.join(names[:4])}), expected "
                 f"{stall['expected']}, seen {stall['seen']}; the device has to be reset by ending this process")
 
     def _shift_times(self, launched: int) -> None:
@@ -288,10 +331,14 @@ def earliest(stalls: np.ndarray) -> np.void:
 
 
 def build_cuda_engine(graph: SMTaskGraph, source: WeightSource, *, progress: BuildProgress | None = None, pipelining: bool = True,
-                      random_seed: int | None = None, load: bool = True) -> Engine:
-    """Compile the program and bring the weights to device 0 (`load`); see `Compiler.build`. With `random_seed` matrices are random."""
+                      random_seed: int | None = None, load: bool = True, prompts: bool = True) -> Engine:
+    """Compile the program and bring the weights to device 0 (`load`); see `Compiler.build`. With `random_seed` matrices are random.
+
+    `prompts`: read long prompts with a graph of their own, where the target has one.
+    """
     report = progress or (lambda stage, done, total: None)
-    plan = hardware.load(graph.target).kernel
+    target = hardware.load(graph.target)
+    plan = target.kernel
     assert plan is not None
     if graph.ranks > 1:
         from mpk.runtime.cuda_group import build_cuda_group_engine
@@ -300,10 +347,20 @@ def build_cuda_engine(graph: SMTaskGraph, source: WeightSource, *, progress: Bui
     if load:
         check_device(Device(0), graph, plan, shared_bytes(plan))  # before a minute of compiling
     builder = CudaProgramBuilder(graph)
+    prompt = PromptProgram(prompt_graph(graph, target), builder) if prompts and target.prompt_rows and graph.ranks == 1 else None
     report("compile the program", 0, 1)
-    cubin = compile_cuda_program(builder, plan)
+    cubin = compile_cuda_program(builder, plan, prompt)
     report("compile the program", 1, 1)
-    engine = CudaEngine(graph, None, None, pipelining, builder=builder, cubin=cubin, source=source, random_seed=random_seed)  # type: ignore[arg-type]
+    engine = CudaEngine(graph, None, None, pipelining, builder=builder, cubin=cubin, source=source, random_seed=random_seed,  # type: ignore[arg-type]
+                        prompt=prompt)
     if load:
         engine.on_device(0, lambda done, total: report("bring the weights to the device", done, total))
     return engine
+
+
+def prompt_graph(graph: SMTaskGraph, target: Target) -> SMTaskGraph:
+    """The graph that reads prompts for the model of `graph`, from the cache where it is there."""
+    tensors = registry.build_graph(graph.tensor_graph.config)
+    target = target.with_workers(graph.num_workers)
+    options = Options(max_rows=target.prompt_rows, max_batch=1)
+    return graph_cache.lowered(tensors, target, options, lambda: pipeline.lower_prompts(tensors, target, target.prompt_rows), "prompts")

@@ -71,6 +71,14 @@ class Engine:
     weights: PackedWeights
     pipelining: bool = True
 
+    def locate(self, task: int) -> tuple[SMTaskGraph, int]:
+        """The graph that a task's number, as programs report it, belongs to, and its number there."""
+        return self.graph, task
+
+    def prompt_tasks(self, tokens: int) -> int:
+        """Most tasks that a worker runs to read prompts of so many tokens before the first step."""
+        return 0
+
     def executor(self, batch: int, context: int, explicit: bool, device_ids: Sequence[int] | None, stall_limit_s: float) -> Executor:
         """Memory for a batch and what runs the program on it; raises as `create_instance` does."""
         from mpk.runtime.state import State

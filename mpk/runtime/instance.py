@@ -122,6 +122,17 @@ class Instance:
 
         Raises `RequestError` if the instance was made without `trace_spans`.
         """
+        return [worker[worker["task"] < len(self.engine.graph.tasks)] for worker in self._all_spans()]
+
+    def prompt_spans(self) -> list[np.ndarray]:
+        """The same of tasks that read prompts by a graph of their own, numbered as there (`Engine.locate`)."""
+        begin = len(self.engine.graph.tasks)
+        found = [worker[worker["task"] >= begin] for worker in self._all_spans()]
+        for spans in found:
+            spans["task"] -= begin
+        return found
+
+    def _all_spans(self) -> list[np.ndarray]:
         if self._spans is None:
             raise RequestError("the instance keeps no trace", remedy="create it with trace_spans, the number of spans a worker")
         return [worker[:count].copy() for worker, count in zip(self._spans, self._span_count, strict=True)]
@@ -180,7 +191,7 @@ class Instance:
 
     def _check_result(self, code: int) -> None:
         if code == layout.RESULT["stalled"]:
-            raise StallError(stall_text(self.engine.graph, self.executor.stalls(), self.stall_limit_s))
+            raise StallError(stall_text(self.engine.graph, self.executor.stalls(), self.stall_limit_s, self.engine.locate))
         if code == layout.RESULT["no_thread"]:
             raise TargetError("the operating system gives no more threads", expected=f"{self.engine.graph.num_workers} workers",
                               remedy="lower the model for fewer workers")

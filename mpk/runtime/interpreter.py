@@ -20,6 +20,7 @@ from mpk.frontend.shard_source import shard_sources
 from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.tasks.advance.reference import PlannedSequence, plan
 from mpk.tasks.base import Env, StepView, WeightSource
+from mpk.tasks.sample.task import choice_column
 
 
 def run_step(graph: SMTaskGraph, env: Env, order: Sequence[int] | None = None, first: str | None = None, last: str | None = None,
@@ -219,9 +220,9 @@ class ReferenceProgram:
         tokens = [list(p) for p in prompts]
         sequences = [PlannedSequence(len(p)) for p in prompts]
         for step, env in self._steps(sequences, tokens):
-            choice = next(op for op in reversed(self.graph.tensor_graph.operators) if op.kind == "sample").outputs[0]
+            sample = next(op for op in reversed(self.graph.tensor_graph.operators) if op.kind == "sample")
             for slot in step.slots[step.logit_rows]:
-                token = int(env.buffers[choice][0, slot])
+                token = int(env.buffers[sample.outputs[0]][0, choice_column(sample, int(slot))])
                 tokens[slot].append(token)
                 sequences[slot].length += 1
                 if len(tokens[slot]) - len(prompts[slot]) >= max_new_tokens or token in stop_tokens:

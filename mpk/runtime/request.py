@@ -11,6 +11,7 @@ import numpy as np
 
 from mpk.codegen.layout import FINISH, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS
 from mpk.errors import RequestError
+from mpk.tasks.sample.options import TokenOptions
 
 SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)  # normal float32 numbers
 FLOAT32_OPTIONS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -18,25 +19,14 @@ FINISH_REASONS = {value: name for name, value in FINISH.items()}
 
 
 @dataclass(frozen=True)
-class SamplingOptions:
-    """How the tokens of one sequence are chosen.
+class SamplingOptions(TokenOptions):
+    """How the tokens of one sequence are chosen (`TokenOptions`), how many, and what is reported of them.
 
-    Order: repetition penalty (prompt and output, as in transformers), presence and frequency penalty (output only, as in OpenAI's
-    API), temperature (0: the most likely token, lowest id among equals), top_k (0: off), top_p (1: off), min_p (0: off), draw.
-    The draw depends on `seed` and the token's position alone. `stop_tokens` end the sequence and are part of the output.
-    `logprobs`: None, or how many alternatives to report with each token; log-probabilities are log-softmax of the model's logits
-    before penalties, temperature and filters.
+    `stop_tokens` end the sequence and are part of the output. `logprobs`: None, or how many alternatives to report with each token;
+    log-probabilities are log-softmax of the model's logits before penalties, temperature and filters.
     """
 
     max_new_tokens: int = 64
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int = 0
     stop_tokens: tuple[int, ...] = ()
     logprobs: int | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.runtime.memory import address, available_bytes, zeroed
 from mpk.runtime.request import SamplingOptions
 from mpk.targets.hardware import available_cpus
+from mpk.tasks.sample.options import TokenOptions
 
 MEMORY_SHARE = 0.9  # of the available memory that the key-value cache may take
 # Polls before a waiting worker yields its processor at every poll: about 3 us. Longer spinning gains nothing when every worker has
@@ -38,8 +40,8 @@ class State:
     """Arrays of one instance. Large ones are mapped lazily, so a long context costs memory only when it is used."""
 
     def __init__(self, graph: SMTaskGraph, max_batch: int, max_context: int, explicit: bool, available: int | None = None,
-                 on_host: bool = True) -> None:
-        """available: bytes that the key-value cache may take a share of (default: of this machine). on_host: the program runs in the
+                 on_host: bool = True, rows: int = 0) -> None:
+        """rows: of the largest step, where steps of other graphs hold more than `graph`. available: bytes that the key-value cache may take a share of (default: of this machine). on_host: the program runs in the
         host's memory; otherwise these arrays are copies, and activations and cache have none.
         """
         self.graph, self.max_batch, self.max_context = graph, max_batch, max_context
@@ -47,7 +49,7 @@ class State:
         self.max_pages = pages_for(max_context)
         self.page_bytes = page_bytes(graph)
         self.num_pages = self._affordable_pages(explicit, available_bytes() if available is None else available)
-        rows = graph.max_rows
+        rows = max(rows, graph.max_rows)
         self.sequences = np.zeros(max_batch, layout.dtype("Sequence"))
         self.step = np.zeros(1, layout.dtype("Step"))
         self.segments = np.zeros(rows, layout.dtype("Segment"))
@@ -98,8 +100,8 @@ class State:
         s["active"], s["all_logits"] = 1, int(all_logits)
         s["prompt_length"] = s["length"] = len(prompt)
         s["max_length"] = len(prompt) + (0 if all_logits else options.max_new_tokens)
-        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed"):
-            s[name] = getattr(options, name)
+        for option in fields(TokenOptions):
+            s[option.name] = getattr(options, option.name)
         s["top_logprobs"] = -1 if options.logprobs is None else options.logprobs
         s["stop_count"] = len(options.stop_tokens)
         s["stop"][: len(options.stop_tokens)] = options.stop_tokens

@@ -131,6 +131,14 @@ class TaskKind(ABC):
         """Largest number of tasks worth making of this operator (the number of tiles, unless work cannot be shared)."""
         return self.tiles(op, graph)
 
+    def unit(self, op: Operator, graph: TensorGraph) -> int:
+        """Tiles that stay together: tasks begin at multiples of so many."""
+        return 1
+
+    def unit_a_task(self, op: Operator, graph: TensorGraph) -> bool:
+        """Whether every task is one unit."""
+        return False
+
     def packed_bytes(self, op: Operator, graph: TensorGraph, dtype: str) -> int:
         """Bytes of the operator's packed matrix, a multiple of 64 (0: it has none)."""
         return 0
@@ -138,6 +146,10 @@ class TaskKind(ABC):
     def packed_key(self, op: Operator) -> str:
         """Operators with the same key share one packed matrix (tied embedding and head)."""
         return "+".join(op.weights.get("weight", ()))
+
+    def gathered(self, op: Operator) -> str:
+        """Matrix key (see mpk/tasks/matrices.py) of the row-major matrix whose rows are the operator's input, "": it has an input like others."""
+        return ""
 
     def pack(self, op: Operator, graph: TensorGraph, source: WeightSource, dtype: str, out: np.ndarray) -> None:
         """Write the packed matrix of the operator into `out` (uint8 [packed_bytes], zeroed), reading rows in blocks."""

@@ -7,7 +7,8 @@ from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.graph.tensor_graph import Operator
 from mpk.targets.hardware import backend_of
 from mpk.tasks.base import TaskKind
-from mpk.tasks.stages import stage_shape
+from mpk.tasks.packing import PANEL
+from mpk.tasks.stages import packed_tiles, stage_shape
 
 
 def matrix_key(kind: TaskKind, op: Operator, graph: SMTaskGraph) -> str:
@@ -23,7 +24,7 @@ def matrix_bytes(kind: TaskKind, op: Operator, graph: SMTaskGraph) -> int:
         return kind.packed_bytes(op, graph.tensor_graph, graph.dtype)
     if kind.cuda_form == "stages":
         shape = stage_shape(int(op.attrs["k"]))
-        return kind.tiles(op, graph.tensor_graph) * shape.count * shape.bytes
+        return packed_tiles(int(op.attrs["n"]), int(op.attrs.get("tile_columns", PANEL))) * shape.count * shape.bytes
     if kind.cuda_form == "rows":
         rows, columns = matrix_shape(op, graph)
         return rows * columns * 2

@@ -52,3 +52,8 @@ def stage_order(tiles: int, count: int) -> list[tuple[int, int]]:
         order += [(first + t, stage) for stage in range(count) for t in range(size)]
         first += size
     return order
+
+
+def packed_tiles(n: int, tile_columns: int) -> int:
+    """Tiles of a matrix with so many outputs, `tile_columns` (8 gate and 8 up rows, or 16 rows) a tile."""
+    return -(-n // tile_columns)

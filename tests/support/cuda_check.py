@@ -34,13 +34,16 @@ def rounded_model(name: str) -> Any:
 
 def compile_only(name: str) -> str:
     from mpk.codegen.cuda_program import CudaProgramBuilder, compile_cuda_program
+    from mpk.codegen.prompt_program import PromptProgram
+    from mpk.runtime.cuda_engine import prompt_graph
     from mpk.targets import hardware
 
     begin = time.perf_counter()
     graph = mpk.Compiler("h200").lower_model(rounded_model(name))
     plan = hardware.load("h200").kernel
     assert plan is not None
-    cubin = compile_cuda_program(CudaProgramBuilder(graph), plan)
+    builder = CudaProgramBuilder(graph)
+    cubin = compile_cuda_program(builder, plan, PromptProgram(prompt_graph(graph, hardware.load("h200")), builder))
     return f"{name}: compiled in {time.perf_counter() - begin:.1f} s, {cubin.resources['mpk_run']}"
 
 

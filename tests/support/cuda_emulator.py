@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from mpk.codegen import cuda_source
+from mpk.codegen.cache import digest
 from mpk.codegen.compile import compile_program
 from mpk.codegen.program import ProgramSource
 
@@ -21,8 +22,11 @@ namespace { TestLaunch the_launch; }
 extern "C" __attribute__((visibility("default"))) int run_blocks(const TestLaunch* launch, int blocks) {
   the_launch = *launch;
   emulation::blocks = blocks, emulation::body = [] { run_kind(the_launch); };
-  for (emulation::block = 0; emulation::block < blocks; ++emulation::block)
+  for (emulation::block = 0; emulation::block < blocks; ++emulation::block) {
+    const auto& instruction = reinterpret_cast<const mpk::Instruction*>(launch->instructions)[emulation::block];
+    emulation::stages = reinterpret_cast<const unsigned char*>(launch->weights) + instruction.weights + instruction.iargs[1];
     if (!emulation::run_block()) return 1;
+  }
   return 0;
 }
 """
@@ -67,7 +71,9 @@ def library(source: str, kind: str) -> ctypes.CDLL:
     """The kernel `source` (see `cuda_kinds.source_of`) as a library; `kind`: whose headers it needs."""
     headers: Mapping[str, str] = cuda_source.headers([kind])
     text = source.replace("extern __shared__ __align__(128) unsigned char scratch[];", "unsigned char* scratch = emulation::shared_memory;")
-    text = '#include "emulation.hpp"\n' + text.replace("__shared__", "static") + ENTRY
+    # The cache of programs looks at sources and *.hpp only.
+    contents = digest(*(part for item in sorted(headers.items()) for part in item), *(p.read_text() for p in sorted(EMULATED.rglob("*.cuh"))))
+    text = f'// {contents}\n#include "emulation.hpp"\n' + text.replace("__shared__", "static") + ENTRY
     with tempfile.TemporaryDirectory(prefix="mpk-emulated-") as folder:
         for name, content in headers.items():
             if name not in PROVIDED and not (EMULATED / name).is_file():

@@ -16,25 +16,31 @@ import pytest
 from mpk.codegen import cuda_source, layout, nvrtc
 from mpk.codegen.layout import KV_PAGE_TOKENS
 from mpk.codegen.program import constant
+from mpk.errors import TargetError
 from mpk.graph.tensor_graph import Scalar
 from mpk.runtime.cuda_device import Device, device_count
 from mpk.tasks.packing import from_bf16, to_bf16
+from mpk.tasks.rotary_attention.sharing import kv_block
 from tests.support.cuda_emulator import EmulatedDevice, library
 
 SOURCES = Path(__file__).parent.parent / "cuda"
 ARCHITECTURE = "sm_90a"
 THREADS, SCRATCH_BYTES = 256, 64 * 1024  # of block.cuh
+BLOCK_THREADS, POOL_BYTES = 384, 224 * 1024  # with loaders; all memory of a block, for kinds of prompt steps
 POINTERS = ("weights", "params", "arena", "kv", "step", "segments", "row_token", "row_slot", "row_position", "logit_row", "sequences", "tokens",
-            "page_table", "free_pages", "free_page_count", "chosen_logprob", "top_logprob", "top_token", "logits_out", "token_ns", "cancel")
-SIZES = ("max_batch", "max_rows", "max_context", "max_pages", "num_pages", "opcode", "repeats", "layers", "previous_rows", "rank")
+            "page_table", "free_pages", "free_page_count", "chosen_logprob", "top_logprob", "top_token", "logits_out", "token_ns", "cancel", "messages")
+SIZES = ("max_batch", "max_rows", "max_context", "max_pages", "num_pages", "opcode", "repeats", "layers", "previous_rows", "drawn_rows", "special_rows",
+         "rank", "prompt_room")
 LAUNCH = np.dtype([*((n, "<u8") for n in POINTERS), ("logits_out_positions", "<i8"), ("flagged_stride", "<i8"), ("instructions", "<u8"), ("times", "<u8"),
-                   ("arrivals", "<u8"), ("peers", "<u8"), *((n, "<i4") for n in SIZES), ("flag_base", "<u4")], align=True)
+                   ("arrivals", "<u8"), ("places", "<u8"), ("peers", "<u8"), *((n, "<i4") for n in SIZES), ("flag_base", "<u4")], align=True)
 
 
 def source_of(kind: str, constants: Mapping[str, Scalar]) -> str:
-    """A kernel around one variant of a kind."""
+    """A kernel around one variant of a kind; of `head` only what comes behind the product."""
     lines = " ".join(f"static constexpr {constant(n, v)};" for n, v in constants.items())
-    return (f'#include "{kind}/cuda.cuh"\nstruct V {{ {lines} }};\n'
+    body = (SOURCES / "head.cuh").read_text() if kind == "head" else f'#include "{kind}/cuda.cuh"\n'
+    prompt = "#define MPK_PROMPT_KIND\n" if kind.startswith("prompt_") else ""
+    return (f"{prompt}{body}struct V {{ {lines} }};\n"
             "__device__ __forceinline__ void run_body(int, const mpk::Context& c, const mpk::Instruction& i, mpk::Block& b) "
             f"{{ mpk::{kind}::run<V>(c, i, b); }}\n{(SOURCES / 'kinds.cuh').read_text()}")
 
@@ -59,6 +65,14 @@ def compiled(kind: str, constants: Mapping[str, Scalar]) -> nvrtc.Cubin:
     return _compiled(kind, tuple(constants.items()))
 
 
+def require_nvrtc() -> None:
+    """Skip the test where CUDA source cannot be compiled."""
+    try:
+        nvrtc.version()
+    except TargetError:
+        pytest.skip("NVRTC is not installed")
+
+
 EMULATE = os.environ.get("MPK_EMULATE_CUDA", "") == "1"  # run on the CPU what tests would run on a GPU
 
 
@@ -76,7 +90,12 @@ def device() -> Any:
 def _function(kind: str, constants: tuple[tuple[str, Scalar], ...]) -> Any:
     if EMULATE:
         return library(source_of(kind, dict(constants)), kind)
-    return device().function(device().load(_compiled(kind, constants).image), "run_kind", SCRATCH_BYTES)
+    return device().function(device().load(_compiled(kind, constants).image), "run_kind", shared_bytes(kind))
+
+
+def shared_bytes(kind: str) -> int:
+    """Shared memory of a block that runs the kind."""
+    return POOL_BYTES + 1024 if kind.startswith("prompt_") else SCRATCH_BYTES
 
 
 EMPTY = 0xFF  # bytes of flagged words that have not been written
@@ -86,7 +105,8 @@ STEP = 1  # number of the step that tests run, so flagged buffers are in their s
 class Machine:
     """Device memory by the names of the context's fields, and buffers in an arena; everything is downloaded by name."""
 
-    def __init__(self, **sizes: int) -> None:
+    def __init__(self, emulated: bool = False, **sizes: int) -> None:
+        self.device = EmulatedDevice() if emulated else device()
         self.launch = np.zeros(1, LAUNCH)
         self.launch["repeats"] = self.launch["layers"] = 1
         for name, value in sizes.items():
@@ -99,7 +119,7 @@ class Machine:
     def put(self, name: str, array: np.ndarray, field: bool = True) -> None:
         """Upload `array` as field `name` of the context (or as none)."""
         self.arrays[name] = array
-        self.memory[name] = device().allocate(array.nbytes + 256)
+        self.memory[name] = self.device.allocate(array.nbytes + 256)
         self.memory[name].upload(array)
         if field:
             self.launch[name] = self.memory[name].address
@@ -141,20 +161,35 @@ class Machine:
     def run(self, kind: str, constants: Mapping[str, Scalar], operands: Sequence[str], ranges: Iterable[tuple[int, int]], repeats: int = 1,
             layers: int = 1, iargs: tuple[int, int] = (0, 0)) -> np.ndarray:
         """Run tiles ranges[b] on block b; returns nanoseconds [repeats, blocks] of the body on each block."""
-        ranges = list(ranges)
+        threads = BLOCK_THREADS if kind.startswith("prompt_") else THREADS
+        return self._launch(_function(kind, tuple(constants.items())), operands, list(ranges), repeats, layers, iargs=iargs, threads=threads,
+                            shared=shared_bytes(kind))
+
+    def run_library(self, library: Any, operands: Sequence[str], ranges: Sequence[tuple[int, int]], weights: Sequence[int], gathered: int = 0) -> None:
+        """Run tiles ranges[b] on block b of an emulated kernel, whose weights begin at byte weights[b] behind `gathered` bytes of a matrix whose rows
+        are the input (0: there is none)."""
+        self._launch(library, operands, ranges, 1, 1, weights, gathered)
+
+    def _launch(self, function: Any, operands: Sequence[str], ranges: Sequence[tuple[int, int]], repeats: int, layers: int,
+                weights: Sequence[int] = (), gathered: int = 0, iargs: tuple[int, int] = (0, 0), threads: int = THREADS,
+                shared: int = SCRATCH_BYTES) -> np.ndarray:
         instructions = np.zeros(len(ranges), layout.dtype("Instruction"))
         instructions["operand"], instructions["iargs"] = -1, iargs
         for slot, name in enumerate(operands):
             instructions["operand"][:, slot] = self.offsets.get(name, -1)
+        if gathered:
+            instructions["iargs"] = [(1, gathered + begin) for begin in weights]
+        elif weights:
+            instructions["weights"] = weights
         instructions["tile_begin"], instructions["tile_end"] = [r[0] for r in ranges], [r[1] for r in ranges]
-        own = {n: device().allocate(size) for n, size in (("instructions", instructions.nbytes), ("times", 8 * repeats * len(ranges)), ("arrivals", 8))}
+        own = {n: self.device.allocate(size) for n, size in (("instructions", instructions.nbytes), ("times", 8 * repeats * len(ranges)), ("arrivals", 8))}
         own["instructions"].upload(instructions)
         own["arrivals"].fill(0)
         for name, memory in own.items():
             self.launch[name] = memory.address
         self.launch["repeats"], self.launch["layers"] = repeats, layers
-        device().launch(_function(kind, tuple(constants.items())), len(ranges), THREADS, SCRATCH_BYTES, self.launch)
-        device().synchronize()
+        self.device.launch(function, len(ranges), threads, shared, self.launch)
+        self.device.synchronize()
         times: np.ndarray = own["times"].download(np.int64, repeats * len(ranges))
         return times.reshape(repeats, len(ranges))
 
@@ -184,6 +219,23 @@ def put_step(m: Machine, segments: Sequence[tuple[int, int, int]], tokens: np.nd
     m.launch["max_rows"] = max_rows
 
 
+def page_places(head_dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """Elements of keys and of values [token, d] in a page, as `Page` of rotary_attention/attend.cuh has them."""
+    block, fragments, lane_dims = kv_block(head_dim), kv_block(head_dim) // 16, head_dim // 8
+    own = 4 * fragments  # positions of a lane
+    token, d = np.arange(KV_PAGE_TOKENS)[:, None], np.arange(head_dim)[None]
+    at, begin = token % block, token // block * block * head_dim
+    row, fragment, half, piece = at // own * 2 + at % 2, at % own // 4, at % 4 // 2, d // 32
+    pairs = np.minimum(4, (head_dim - piece * 32) // 8)
+    keys = begin + (fragment * 2 + half) * 8 * head_dim + piece * 256 + (row * pairs + d % 32 // 8) * 8 + d % 8
+    j, lane = d % lane_dims, d // lane_dims * 4 + at // own
+    if fragments == 2:
+        values = (j * 32 + lane) * 8 + at % own
+    else:
+        values = np.where(j // 2 * 2 + 1 < lane_dims, (j // 2 * 32 + lane) * 8 + j % 2 * 4 + at % own, j // 2 * 256 + lane * 4 + at % own)
+    return keys, KV_PAGE_TOKENS * head_dim + begin + values
+
+
 class PagedCache:
     """One layer's cache in pages of the CUDA layout, bits uint16; places that were never written hold a NaN."""
 
@@ -191,24 +243,18 @@ class PagedCache:
 
     def __init__(self, slots: int, context: int, kv_heads: int, head_dim: int) -> None:
         per_slot = -(-context // KV_PAGE_TOKENS)
-        self.kv_heads, self.head_dim = kv_heads, head_dim
+        self.kv_heads, self.head_dim, self.places = kv_heads, head_dim, page_places(head_dim)
         self.table = np.random.default_rng(3).permutation(slots * per_slot).astype(np.int32).reshape(slots, per_slot)
-        self.pages = np.full((slots * per_slot, kv_heads, 2, KV_PAGE_TOKENS * head_dim), self.POISON, np.uint16)
-
-    def keys(self, slot: int, page: int) -> np.ndarray:
-        """Bits [kv_heads, KV_PAGE_TOKENS, head_dim] of a sequence's page."""
-        return self.pages[self.table[slot, page], :, 0].reshape(self.kv_heads, KV_PAGE_TOKENS, self.head_dim)
-
-    def values(self, slot: int, page: int) -> np.ndarray:
-        """The same of values, which stand transposed."""
-        return self.pages[self.table[slot, page], :, 1].reshape(self.kv_heads, self.head_dim, KV_PAGE_TOKENS).transpose(0, 2, 1)
+        self.pages = np.full((slots * per_slot, kv_heads, 2 * KV_PAGE_TOKENS * head_dim), self.POISON, np.uint16)
 
     def put(self, slot: int, position: int, token: np.ndarray) -> None:
         """Write a token [2 * kv_heads * head_dim], key heads first."""
         bits = to_bf16(token).reshape(2, self.kv_heads, self.head_dim)
         page, at = divmod(position, KV_PAGE_TOKENS)
-        self.keys(slot, page)[:, at], self.values(slot, page)[:, at] = bits[0], bits[1]
+        for kind in range(2):
+            self.pages[self.table[slot, page]][:, self.places[kind][at]] = bits[kind]
 
     def get(self, slot: int, position: int) -> np.ndarray:
         page, at = divmod(position, KV_PAGE_TOKENS)
-        return from_bf16(np.stack([self.keys(slot, page)[:, at], self.values(slot, page)[:, at]])).reshape(-1)
+        own = self.pages[self.table[slot, page]]
+        return from_bf16(np.stack([own[:, self.places[kind][at]] for kind in range(2)])).reshape(-1)

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from mpk.graph.sm_task_graph import Task
 from mpk.graph.tensor_graph import Operator
 from mpk.tasks.base import Env
+from mpk.tasks.head.sharing import MESSAGE_COLUMNS
 
 
 def run(op: Operator, task: Task, env: Env) -> None:
     """Check that every sampled token belongs to the step; the caller plans steps itself."""
     choice = env.buffers[op.inputs[0]]
     sampled = {int(env.step.slots[r]) for r in env.step.logit_rows}
-    if any(choice[0, slot] < 0 for slot in sampled):
+    width = MESSAGE_COLUMNS if "parts" in op.attrs else 1
+    if any(choice[0, slot * width] < 0 for slot in sampled):
         raise ValueError(f"operator {op.name}: a slot with logits has no token")
 
 

@@ -1,6 +1,6 @@
 // all_reduce: 16 columns a tile of the sum of all ranks' parts of a message, in the order of ranks, added to the residual stream.
 //
-// Operands: part (peer buffer), x [rows][n] bf16, flagged, agreed int32 [1] if V::control, what the sum is added to [rows][n] bf16, flagged,
+// Operands: part (peer buffer), x [rows][n] bf16, flagged, agreed int32 [1], flagged, if V::control, what the sum is added to [rows][n] bf16, flagged,
 // if V::residual. Variant: n, columns, ranks, two_shot_rows, residual, control.
 // Up to two_shot_rows rows every rank sums all tiles. Beyond that each sums the tiles it owns and sends the sums to the others, in
 // the place of its own part; owned tiles come first, since they wait for nothing that this kind sends: so no ranks wait for each other.
@@ -75,7 +75,11 @@ __device__ void run(const Context& c, const Instruction& i, Block& b) {
   wait_inputs(b);
   const T tiles{b, typename T::Part(c, i, 0, b), x, V::residual ? flagged<const bf16>(c, i, 3, b) : nullptr};
   if constexpr (V::control) {
-    if (end == T::n && b.thread == 0) *operand<int32_t>(c, i, 2) = tiles.part.receive_one(b, 0, 0, T::n) != 0.0f;
+    if (end == T::n && b.thread == 0) {
+      int32_t* agreed = flagged<int32_t>(c, i, 2, b);
+      put_4(agreed, tiles.part.receive_one(b, 0, 0, T::n) != 0.0f ? 1u : 0u);
+      clear_4(other_copy(c, agreed, b));
+    }
   }
   if (rows > int(V::two_shot_rows)) {
     tiles.two_shots(begin, end, rows);

@@ -20,7 +20,7 @@ def run(op: Operator, task: Task, env: Env) -> None:
     for first, count in segments(env.step):
         shared = share_rows and rows_are_shared(count, splits)
         for row in range(first, first + count):
-            partial = env.buffers[op.inputs[0]][row].reshape(kv_heads, splits, group, head_dim + 2)
+            partial = env.buffers[op.inputs[0]][row].reshape(kv_heads, splits, group, -1)
             chosen = [owner_of_row(row - first, splits)] if shared else list(range(splits))
             for head in range(task.tile_begin, task.tile_end):
                 parts = partial[head // group, chosen, head % group]

@@ -1,6 +1,7 @@
 """Task kind `attention_combine`: merges the partial results of the splits in a fixed order; a tile is one query head.
 
-Operator: inputs (partial results of `attention`,), outputs (attn [rows, heads * head_dim],), attrs as `attention`.
+Operator: inputs (partial results of `attention`,), outputs (attn [rows, heads * head_dim],), attrs as `attention` and
+statistics, the columns behind the sums of a partial result (2; 4 behind `rotary_attention`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from mpk.graph.sm_task_graph import Cost, Region
 from mpk.graph.tensor_graph import Operator, Scalar, TensorGraph
 from mpk.tasks.base import TaskKind
+from mpk.tasks.rotary_attention.sharing import LEAST_BLOCKS
 
 
 class AttentionCombine(TaskKind):
@@ -24,7 +26,7 @@ class AttentionCombine(TaskKind):
 
     def reads(self, op: Operator, graph: TensorGraph, begin: int, end: int) -> tuple[Region, ...]:
         """One region a (key-value head, split): the places of the tiles' heads in its group."""
-        splits, columns = int(op.attrs["splits"]), int(op.attrs["head_dim"]) + 2
+        splits, columns = int(op.attrs["splits"]), int(op.attrs["head_dim"]) + int(op.attrs.get("statistics", 2))
         group = int(op.attrs["heads"]) // int(op.attrs["kv_heads"])
         regions = []
         for kv in range(begin // group, -(-end // group)):
@@ -43,7 +45,7 @@ class AttentionCombine(TaskKind):
         return Cost(0, (end - begin) * 4 * (splits * (head_dim + 2) + head_dim), (end - begin) * 3 * splits * head_dim)
 
     def variant(self, op: Operator, graph: TensorGraph, dtype: str) -> Mapping[str, Scalar]:
-        return {name: int(op.attrs[name]) for name in ("heads", "kv_heads", "head_dim", "splits", "window")}
+        return {**{name: int(op.attrs[name]) for name in ("heads", "kv_heads", "head_dim", "splits", "window")}, "least": LEAST_BLOCKS}
 
 
 KIND = AttentionCombine()

@@ -24,7 +24,7 @@ def _matrices(op: Operator, env: Env, role: str) -> list[np.ndarray]:
 def run(op: Operator, task: Task, env: Env) -> None:
     """Tile columns of the output: product, bias, then the epilogue."""
     rows = env.step.logit_rows if op.attrs["gather_logit_rows"] else np.arange(len(env.step.tokens))
-    x = env.buffers[op.inputs[0]][rows]
+    x = env.weight(op.weights["embedding"][0])[env.step.tokens[rows]] if "embedding" in op.weights else env.buffers[op.inputs[0]][rows]
     if "norm" in op.weights:
         x = rms_norm(x, env.weight(op.weights["norm"][0]), float(op.attrs["eps"]))
     width = tile_columns(op)

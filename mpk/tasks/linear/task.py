@@ -6,7 +6,8 @@ the C++ back end), and this rank's part of a message for `send`, with the attrs 
 weights {weight: (name,) [n, k], (gate, up) for `swiglu`, or for `store` several that are stacked (CUDA only); norm: (name,) optional;
 bias: as many names as weight, optional}; attrs {n, k, eps, epilogue: store | residual | swiglu | send, gather_logit_rows, tile_columns
 (output columns of a tile, default 16)}. With `gather_logit_rows` row r of the output belongs to
-row logit_rows[r] of the input.
+row logit_rows[r] of the input. A product with weights {embedding: (name,)} (CUDA only) has the step instead of an input: its input is the rows of
+the step's tokens in that matrix.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ PANEL_GROUP = 8  # kPanelGroup of matmul.hpp: panels multiplied at a time, whose
 
 class Linear(TaskKind):
     name = "linear"
-    operands = ("input", "output", "residual")
+    operands: tuple[str, ...] = ("input", "output", "residual")
     cuda_form = "stages"
     overlaps = True
 
@@ -37,10 +38,11 @@ class Linear(TaskKind):
 
     def buffers(self, op: Operator, graph: TensorGraph) -> dict[str, str]:
         residual = {"residual": op.inputs[1]} if op.attrs["epilogue"] == "residual" else {}
-        return {"input": op.inputs[0], "output": op.outputs[0], **residual}
+        given = {} if self.gathered(op) else {"input": op.inputs[0]}
+        return {**given, "output": op.outputs[0], **residual}
 
     def reads(self, op: Operator, graph: TensorGraph, begin: int, end: int) -> tuple[Region, ...]:
-        regions = (Region(op.inputs[0], 0, int(op.attrs["k"])),)
+        regions = () if self.gathered(op) else (Region(op.inputs[0], 0, int(op.attrs["k"])),)
         return (*regions, self._columns(op, op.inputs[1], begin, end)) if op.attrs["epilogue"] == "residual" else regions
 
     def writes(self, op: Operator, graph: TensorGraph, begin: int, end: int) -> tuple[Region, ...]:
@@ -50,6 +52,9 @@ class Linear(TaskKind):
     def _columns(op: Operator, buffer: str, begin: int, end: int) -> Region:
         columns = tile_columns(op)
         return Region(buffer, begin * columns, min(end * columns, int(op.attrs["n"])))
+
+    def gathered(self, op: Operator) -> str:
+        return f"{'+'.join(op.weights['embedding'])}.rows" if "embedding" in op.weights else ""
 
     def cost(self, op: Operator, graph: TensorGraph, begin: int, end: int, dtype: str) -> Cost:
         k, width = int(op.attrs["k"]), tile_columns(op)

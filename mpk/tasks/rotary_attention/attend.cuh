@@ -11,8 +11,6 @@
 
 namespace mpk::rotary_attention {
 
-constexpr int TILE_QUERIES = 8;
-
 template <class V>
 struct Shape {
   static constexpr int heads = int(V::heads), kv_heads = int(V::kv_heads), head_dim = int(V::head_dim), group = heads / kv_heads;
@@ -22,24 +20,52 @@ struct Shape {
   static constexpr int pieces = (head_dim + 31) / 32;        // of 32 along the head, the last one may be cut
   static constexpr int section = pieces <= 4 ? pieces : 2;   // pieces that a warp holds in registers at a time
   static constexpr int sections = (pieces + section - 1) / section;
-  static constexpr int tiles = 2 * section;                  // of 16 rows of V^T in a section
-  static constexpr int row_stride = pieces * 32 + 8;         // of queries and keys in shared memory, bf16; 8: against bank conflicts
-  static constexpr int value_stride = MAX_ROWS + 8;      // of a row of V^T in shared memory, bf16
-  static constexpr int sum_stride = head_dim + (head_dim % 16 == 8 ? 12 : 4);  // of a query's sums in shared memory, float
+  static constexpr int lane_dims = head_dim / 8;             // rows of V^T of a lane: lane_dims * (its row of fragments) and those after it
+  static constexpr int tiles = sections == 1 ? (lane_dims + 1) / 2 : 2 * section;  // of 16 rows of V^T in a section
+  static constexpr int row_stride = pieces * 32 + 8;         // of queries, keys and values in shared memory, bf16; 8: against bank conflicts
+  static constexpr int sum_stride = head_dim + 4;            // of a query's sums in shared memory, float
 };
 
-// 8 queries of one segment; `query` numbers the segment's rows times the group's heads.
+// 8 queries of one segment and the blocks of positions that this split has of it; `query` numbers the segment's rows times the
+// group's heads. What shared memory knows of the segment is read there each time, since registers are scarce.
 struct Tile {
-  int slot, row, rows, position;  // of the segment
+  const Segment* segment;
   int query;
-  bool valid;
+  int begin, count;  // blocks; no blocks: no tile
+
+  __device__ __forceinline__ int slot() const { return segment->slot; }
+  __device__ __forceinline__ int row() const { return segment->row_begin; }
+  __device__ __forceinline__ int rows() const { return segment->rows; }
+  __device__ __forceinline__ int position() const { return segment->position; }
 };
 
-// What a task sees of a segment: its share of the past in the cache, and perhaps the step's own positions, in shared memory.
-struct Share {
-  Blocks past;
-  bool fresh;
-  __device__ __forceinline__ int items() const { return past.count + fresh; }  // a block each
+// Consecutive values in shared or global memory, in pieces of up to 16 bytes.
+template <int N>
+constexpr int width_of() { return N % 4 == 0 ? 4 : N % 2 == 0 ? 2 : 1; }
+
+// Places in the cache. A page is KV_PAGE_TOKENS positions of one head: keys, then values, each in blocks of S::block positions. In a block
+// stand 16-byte pieces in the order in which the lanes of a warp load them: keys [fragment][half][32 columns][row of the fragment]
+// [8 columns], values [two rows of V^T of a lane][lane][row of V^T][its positions].
+template <class V>
+struct Page {
+  using S = Shape<V>;
+  static constexpr int BLOCKS = KV_PAGE_TOKENS / S::block, BLOCK_ELEMENTS = S::block * S::head_dim, VALUES = KV_PAGE_TOKENS * S::head_dim;
+  static constexpr int LANE_POSITIONS = 4 * S::fragments;
+  // Pieces of 8 columns in piece `piece` of 32.
+  static constexpr __device__ __forceinline__ int pairs(int piece) { return piece * 32 + 32 <= S::head_dim ? 4 : (S::head_dim - piece * 32) / 8; }
+
+  // Element of column `d`, a multiple of 4, of the key at place `at` of a block; the next 3 follow.
+  __device__ __forceinline__ static int key(int at, int d) {
+    const int row = at / LANE_POSITIONS * 2 + at % 2, fragment = at % LANE_POSITIONS / 4, half = at % 4 / 2, piece = d / 32;
+    return (fragment * 2 + half) * 8 * S::head_dim + piece * 256 + (row * pairs(piece) + d % 32 / 8) * 8 + d % 8;
+  }
+  // The same of a value; any column.
+  __device__ __forceinline__ static int value(int at, int d) {
+    const int row = d / S::lane_dims, j = d % S::lane_dims, lane = row * 4 + at / LANE_POSITIONS, own = at % LANE_POSITIONS;
+    if (S::fragments == 2) return (j * 32 + lane) * 8 + own;
+    if (j / 2 * 2 + 1 < S::lane_dims) return (j / 2 * 32 + lane) * 8 + j % 2 * 4 + own;
+    return j / 2 * 256 + lane * 4 + own;
+  }
 };
 
 template <class V>
@@ -67,76 +93,91 @@ struct Warp {
 
   // Whether 8 columns of a piece exist; decided when compiled, except in a cut piece.
   __device__ __forceinline__ bool has_piece(int piece) const { return piece * 32 + 32 <= S::head_dim || piece * 32 + pair * 8 < S::head_dim; }
-  __device__ __forceinline__ bool has_row(int tile, int half) const {
-    return tile * 16 + half * 8 + 8 <= S::head_dim || tile * 16 + half * 8 + row < S::head_dim;
-  }
+  // Rows of V^T are given to fragments such that a lane's are consecutive: half `half` of tile `tile` is row 2 * tile + half of each lane.
+  static constexpr __device__ __forceinline__ bool has_half(int tile, int half) { return 2 * tile + half < S::lane_dims; }
 
-  // One base address a function, all else constants: the places of fragments are linear in their numbers.
+  // A block of keys and a block of values stand in the cache in the order in which lanes hold them (see Page): one base address a
+  // function, all else constants.
   __device__ __forceinline__ void load_keys(const bf16* from, int section) {
-    const bf16* base = from + place(0, 0) * S::head_dim + pair * 8;
+    const int lane = row * 4 + pair;
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; ++f)
 #pragma unroll
       for (int p = 0; p < S::section; ++p)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const int piece = section * S::section + p;
-          keys[f][p][h] = has_piece(piece) ? load_16(base + (f * 4 + h * 2) * S::head_dim + piece * 32) : uint4{0, 0, 0, 0};
+          const int piece = section * S::section + p, pairs = Page<V>::pairs(piece);
+          const bf16* base = from + (pairs == 4 ? lane : row * pairs + pair) * 8;
+          keys[f][p][h] = has_piece(piece) ? load_16(base + (f * 2 + h) * 8 * S::head_dim + piece * 256) : uint4{0, 0, 0, 0};
         }
-  }
-
-  __device__ __forceinline__ static void set(uint32_t (&pairs)[2 * FRAGMENTS], uint4 v) {
-    pairs[0] = v.x, pairs[1] = v.y;
-    if constexpr (FRAGMENTS == 2) pairs[2] = v.z, pairs[3] = v.w;
   }
 
   __device__ __forceinline__ void load_values(const bf16* from, int section) {
-    const bf16* base = from + row * KV_PAGE_TOKENS + pair * LANE_POSITIONS;
+    const int lane = row * 4 + pair;
 #pragma unroll
-    for (int t = 0; t < S::tiles; ++t)
+    for (int t = 0; t < S::tiles; ++t) {
+      const int tile = section * S::tiles + t;
+      uint4 v[2] = {};
+      if constexpr (FRAGMENTS == 2) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int tile = section * S::tiles + t;
-        const bf16* piece = base + (tile * 16 + h * 8) * KV_PAGE_TOKENS;
-        if constexpr (FRAGMENTS == 2) {
-          set(values[t][h], has_row(tile, h) ? load_16(piece) : uint4{0, 0, 0, 0});
-        } else {
-          const uint2 v = has_row(tile, h) ? load_8(piece) : uint2{0, 0};
-          values[t][h][0] = v.x, values[t][h][1] = v.y;
+        for (int h = 0; h < 2; ++h)
+          if (has_half(tile, h)) v[h] = load_16(from + (tile * 2 + h) * 256 + lane * 8);
+        values[t][0][0] = v[0].x, values[t][0][1] = v[0].y, values[t][0][2] = v[0].z, values[t][0][3] = v[0].w;
+        values[t][1][0] = v[1].x, values[t][1][1] = v[1].y, values[t][1][2] = v[1].z, values[t][1][3] = v[1].w;
+      } else {
+        if (has_half(tile, 1)) {
+          v[0] = load_16(from + tile * 256 + lane * 8);
+        } else if (has_half(tile, 0)) {
+          const uint2 w = load_8(from + tile * 256 + lane * 4);
+          v[0].x = w.x, v[0].y = w.y;
         }
+        values[t][0][0] = v[0].x, values[t][0][1] = v[0].y, values[t][1][0] = v[0].z, values[t][1][1] = v[0].w;
       }
+    }
   }
 
-  // The same from the step's own keys [MAX_ROWS][row_stride] and values [head_dim][value_stride] in shared memory.
-  __device__ __forceinline__ void load_new_keys(uint32_t from, int section) {
-    const uint32_t base = from + (place(0, 0) * S::row_stride + pair * 8) * 2;
+  // Puts a key in place that is not in the cache yet, at place `at` of the block; it stands in shared memory.
+  __device__ __forceinline__ void insert_key(uint32_t key, int at) {
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; ++f)
 #pragma unroll
-      for (int p = 0; p < S::section; ++p)
+      for (int h = 0; h < 2; ++h) {
+        if (place(f, h) != at) continue;
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int piece = section * S::section + p;
-          const bool there = has_piece(piece) && (FRAGMENTS == 1 || place(f, h) < MAX_ROWS);
-          keys[f][p][h] = there ? shared_load_16(base + ((f * 4 + h * 2) * S::row_stride + piece * 32) * 2) : uint4{0, 0, 0, 0};
-        }
+        for (int p = 0; p < S::section; ++p)
+          if (has_piece(p)) keys[f][p][h] = shared_load_16(key + (pair * 8 + p * 32) * 2);
+      }
   }
 
-  __device__ __forceinline__ void load_new_values(uint32_t from, int section) {
-    const uint32_t base = from + (row * S::value_stride + pair * LANE_POSITIONS) * 2;
+  // The same of a value. A position is half of a word, chosen by masks: registers have no numbers.
+  __device__ __forceinline__ void insert_value(const bf16* value, int at) {
+    const bf16* from = value + row * S::lane_dims;
+    uint32_t chosen[2 * FRAGMENTS];
 #pragma unroll
-    for (int t = 0; t < S::tiles; ++t)
+    for (int j = 0; j < 2 * FRAGMENTS; ++j) {
+      const int first = pair * LANE_POSITIONS + 2 * j;
+      chosen[j] = at == first ? 0xffffu : at == first + 1 ? 0xffff0000u : 0u;
+    }
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int tile = section * S::tiles + t;
-        const uint32_t piece = base + (tile * 16 + h * 8) * S::value_stride * 2;
-        if constexpr (FRAGMENTS == 2) {
-          set(values[t][h], has_row(tile, h) && pair * LANE_POSITIONS < MAX_ROWS ? shared_load_16(piece) : uint4{0, 0, 0, 0});
-        } else {
-          const uint2 v = has_row(tile, h) ? shared_load_8(piece) : uint2{0, 0};
-          values[t][h][0] = v.x, values[t][h][1] = v.y;
-        }
+    for (int d = 0; d < S::lane_dims; d += 8) {
+      uint32_t v[4] = {};  // pairs of rows of V^T
+      if constexpr (S::lane_dims % 8 == 0) {
+        const uint4 all = shared_load_16(shared_address(from + d));
+        v[0] = all.x, v[1] = all.y, v[2] = all.z, v[3] = all.w;
+      } else {
+#pragma unroll
+        for (int e = 0; e < 8; ++e)
+          if (d + e < S::lane_dims) v[e / 2] |= uint32_t(from[d + e].bits) << e % 2 * 16;
       }
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        if (d + e >= S::lane_dims) continue;
+        const uint32_t twice = (e % 2 != 0 ? v[e / 2] >> 16 : v[e / 2] & 0xffffu) * 0x10001u;
+        auto& pairs = values[(d + e) / 2][e % 2];
+#pragma unroll
+        for (int j = 0; j < 2 * FRAGMENTS; ++j) pairs[j] = (pairs[j] & ~chosen[j]) | (twice & chosen[j]);
+      }
+    }
   }
 
   // scores[fragment][...] += the section's part of K Q^T; `queries`: the tile's in shared memory.
@@ -219,12 +260,15 @@ struct Warp {
   // Values at and beyond `valid` positions of the block become 0: that memory was never written, and 0 times a NaN is a NaN.
   __device__ __forceinline__ void cut_values(int valid) {
     const int own = valid - pair * LANE_POSITIONS;
+    uint32_t kept[2 * FRAGMENTS];
+#pragma unroll
+    for (int j = 0; j < 2 * FRAGMENTS; ++j) kept[j] = (own > 2 * j ? 0xffffu : 0u) | (own > 2 * j + 1 ? 0xffff0000u : 0u);
 #pragma unroll
     for (auto& tile : values)
 #pragma unroll
       for (auto& half : tile)
 #pragma unroll
-        for (int j = 0; j < 2 * FRAGMENTS; ++j) half[j] = own >= 2 * j + 2 ? half[j] : own == 2 * j + 1 ? half[j] & 0xffffu : 0u;
+        for (int j = 0; j < 2 * FRAGMENTS; ++j) half[j] &= kept[j];
   }
 
   // Adds up what the lanes of a query have seen.
@@ -235,42 +279,57 @@ struct Warp {
       for (int step = 4; step < 32; step *= 2) total[q] += __shfl_xor_sync(ALL_LANES, total[q], step);
   }
 
-  // Sums to `to` [8 queries][sum_stride]; maxima and totals to `statistics` [2][8 queries][WARPS], of which it points at this warp's.
+  // Sum number `j` of this lane of query `q` of its two: of row `row * lane_dims + j` of V^T.
+  __device__ __forceinline__ float sum(int q, int j) const { return sums[j / 2][j % 2 * 2 + q]; }
+
+  // Place of a query among those of a tile in shared memory: lanes that store at the same time then use different banks.
+  __device__ __forceinline__ static int shelf(int query) { return query % 2 * 4 + query / 2; }
+
+  // Sums to `to` [shelf][sum_stride]; maxima and totals to `statistics` [2][8 queries][WARPS], of which it points at this warp's.
   __device__ __forceinline__ void leave(float* to, float* statistics) const {
-    if (row == 0) {
+    constexpr int W = width_of<S::lane_dims>();
 #pragma unroll
-      for (int q = 0; q < 2; ++q)
-        statistics[(pair * 2 + q) * WARPS] = max[q], statistics[(TILE_QUERIES + pair * 2 + q) * WARPS] = total[q];
-    }
-    float* base = to + pair * 2 * S::sum_stride + row;
+    for (int q = 0; q < 2; ++q) {
+      if (row == 0) statistics[(pair * 2 + q) * WARPS] = max[q], statistics[(TILE_QUERIES + pair * 2 + q) * WARPS] = total[q];
+      float* own = to + shelf(pair * 2 + q) * S::sum_stride + row * S::lane_dims;
 #pragma unroll
-    for (int t = 0; t < S::sections * S::tiles; ++t)
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        if (has_row(t, e / 2)) base[e % 2 * S::sum_stride + t * 16 + e / 2 * 8] = sums[t][e];
-  }
-
-  // The partial result of query `q` of this lane's two, to global memory.
-  __device__ __forceinline__ void write_partial(float* to, int q) const {
-#pragma unroll
-    for (int t = 0; t < S::sections * S::tiles; ++t)
-#pragma unroll
-      for (int h = 0; h < 2; ++h)
-        if (has_row(t, h)) put_4(to + row + t * 16 + h * 8, __float_as_uint(sums[t][2 * h + q]));
-    if (row == 0) put_8(to + S::head_dim, {__float_as_uint(max[q] * LN_2), __float_as_uint(total[q])});
-  }
-
-  // The same, finished.
-  // All lanes; null: not this one's. Rows 2 n and 2 n + 1 of the result make one word, and stand in lanes that differ by 4.
-  __device__ __forceinline__ void write_result(bf16* to, int q) const {
-    const float inverse = 1.0f / total[q];
-#pragma unroll
-    for (int t = 0; t < S::sections * S::tiles; ++t)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float mine = sums[t][2 * h + q] * inverse, next = __shfl_xor_sync(ALL_LANES, mine, 4);
-        if (to != nullptr && row % 2 == 0 && has_row(t, h)) put_4(to + row + t * 16 + h * 8, pack_bf16(mine, next));
+      for (int j = 0; j < S::lane_dims; j += W) {
+        if constexpr (W == 4)
+          *reinterpret_cast<float4*>(own + j) = {sum(q, j), sum(q, j + 1), sum(q, j + 2), sum(q, j + 3)};
+        else if constexpr (W == 2)
+          *reinterpret_cast<float2*>(own + j) = {sum(q, j), sum(q, j + 1)};
+        else
+          own[j] = sum(q, j);
       }
+    }
+  }
+
+  // The partial result of query `q` of this lane's two, to a flagged buffer. Arithmetic never gives EMPTY: its NaN is another one.
+  __device__ __forceinline__ void write_partial(float* to, int q) const {
+    constexpr int W = width_of<S::lane_dims>();
+    float* own = to + row * S::lane_dims;
+    const auto bits = [&](int j) { return __float_as_uint(sum(q, j)); };
+#pragma unroll
+    for (int j = 0; j < S::lane_dims; j += W) {
+      if constexpr (W == 4)
+        store_16(own + j, {bits(j), bits(j + 1), bits(j + 2), bits(j + 3)});
+      else if constexpr (W == 2)
+        store_8(own + j, {bits(j), bits(j + 1)});
+      else
+        store_4(own + j, bits(j));
+    }
+    if (row == 0) store_8(to + S::head_dim, {__float_as_uint(max[q] * LN_2), __float_as_uint(total[q])});
+  }
+
+  // The same, finished, if `wanted`. All lanes: a word has two values, which with an odd number of rows a lane may be of two lanes.
+  __device__ __forceinline__ void write_result(bf16* to, int q, bool wanted) const {
+    const float inverse = 1.0f / total[q], beyond = S::lane_dims % 2 == 0 ? 0.0f : __shfl_sync(ALL_LANES, sum(q, 0) * inverse, own_lane() + 4);
+    const int begin = row * S::lane_dims;
+#pragma unroll
+    for (int j = 0; j < S::lane_dims; ++j) {
+      const float next = j + 1 < S::lane_dims ? sum(q, j + 1) * inverse : beyond;
+      if (wanted && (begin + j) % 2 == 0) store_4(to + begin + j, pack_bf16(sum(q, j) * inverse, next));
+    }
   }
 };
 

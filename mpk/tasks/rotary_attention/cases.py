@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mpk.tasks.case import Case, Segments, case, config
+from mpk.tasks.rotary_attention.sharing import STATISTICS
 
 STEPS: tuple[Segments, ...] = (
     ((0, 0, 1),),
@@ -18,7 +19,7 @@ STEPS: tuple[Segments, ...] = (
 
 def _case(heads: int, kv_heads: int, head_dim: int, window: int = 0, splits: int = 1, norm: bool = False) -> Case:
     label = f"rotary_attention {heads}/{kv_heads}x{head_dim} window {window} splits {splits}" + " norm" * norm
-    out = heads * (head_dim if splits == 1 else splits * (head_dim + 2))
+    out = heads * (head_dim if splits == 1 else splits * (head_dim + STATISTICS))
     weights = {role: {f"{role}.weight": (head_dim,)} for role in ("q_norm", "k_norm")} if norm else {}
     return case(label, "rotary_attention", config(heads=heads, kv_heads=kv_heads, head_dim=head_dim),
                 {"qkv": (heads + 2 * kv_heads) * head_dim, "rope": head_dim, "kv": 2 * kv_heads * head_dim},
@@ -35,6 +36,7 @@ CASES = (
     _case(2, 1, 40, window=70, splits=2, norm=True),
     _case(4, 4, 128, window=64, splits=4),
     _case(8, 1, 128, splits=16, norm=True),
+    _case(4, 2, 128, splits=3),
     _case(3, 1, 256, splits=2),
     _case(14, 2, 192, norm=True),
 )

@@ -1,18 +1,19 @@
 // rotary_attention: head norm and rotation of queries and new keys, append of the step's keys and values, causal softmax.
-// A tile is one (key-value head, split); the last split of a head appends, and is the one that sees the step's own positions.
+// A tile is one (key-value head, split); what a split sees of the step's segments, Shares of attention.cuh says.
 //
-// Operands, flagged: qkv [rows][(heads + 2 kv_heads) * head_dim] bf16, rope [rows][head_dim] float32, out: [rows][heads * head_dim] bf16, or
-// for splits > 1 partial results, float32 (see attention.cuh). Parameters, as far as the variant has them: q_norm, k_norm [head_dim].
-// Page of the cache: keys [KV_PAGE_TOKENS][head_dim], then values transposed [head_dim][KV_PAGE_TOKENS], bf16.
-// Variant: heads, kv_heads, head_dim, window, scale, eps, splits, q_norm, k_norm.
+// Operands, flagged: qkv [rows][(heads + 2 kv_heads) * head_dim] bf16, rope [rows][head_dim] float32, out: [rows][heads * head_dim]
+// bf16, or for splits > 1 partial results, float32 (see attention.cuh). Parameters, as far as the variant has them: q_norm, k_norm
+// [head_dim]. Pages of the cache: Page of attend.cuh.
+// Variant: heads, kv_heads, head_dim, window, scale, eps, splits, least, q_norm, k_norm.
 //
 // Work is shared among the warps in units of (tile of 8 queries, part of the blocks of positions): with few queries the parts of a
-// tile are several warps, whose results are merged in shared memory; with many, a warp has a tile to itself and goes on to the next
-// without waiting for others. Past positions do not depend on the step, so every warp asks for its first block before it waits for the
-// step's queries.
+// tile are several warps, whose results are merged in shared memory; with many, a warp has a tile to itself and goes on to the next.
+// A warp needs no other one until its sums are there: it waits for its own queries' words, and where its blocks hold positions of the
+// step itself, it turns those keys as well. Where a segment is one row, its key and value are put beside the cached ones in registers;
+// those of more rows are read from the cache after they have been appended. Past positions do not depend on the step, so every warp
+// asks for its first block before the queries are there.
 #pragma once
-#include "mpk/wait.cuh"
-#include "rotary_attention/head.cuh"
+#include "rotary_attention/one_row.cuh"
 
 namespace mpk::rotary_attention {
 
@@ -22,273 +23,283 @@ constexpr bool waits_inside = true;
 template <class V>
 class Task {
   using S = Shape<V>;
-  using H = Head<V>;
-  static constexpr int BATCH = H::A_WARP >= 8 ? 1 : H::A_WARP >= 2 ? 8 / H::A_WARP : 4;  // heads that a lane has in flight
+  using M = Memory<V>;
+  using Q = Quad<V>;
+  using P = Page<V>;
+  static constexpr int BATCH = (TILE_QUERIES + 2 + Q::A_WARP - 1) / Q::A_WARP < 5 ? (TILE_QUERIES + 2 + Q::A_WARP - 1) / Q::A_WARP : 5;  // heads that a lane has in flight
+  static constexpr bool WHOLE = S::sections == 1;  // all of a block is in registers at a time
 
  public:
   __device__ __forceinline__ Task(const Context& c, const Instruction& i, Block& b, int tile)
-      : c(c), i(i), b(b), memory{b.scratch}, kv_head(tile / S::splits), split(tile % S::splits), appends(split == S::splits - 1) {}
+      : c(c), i(i), b(b), memory{b.scratch}, kv_head(tile / S::splits), split(tile % S::splits) {}
 
   __device__ __forceinline__ void run(bool& waited) {
-    const int lane = own_lane(), count = b.step->segment_count;
-    const Segment* segment = b.step->segments + (lane < count ? lane : 0);
-    const int position = segment->position, rows = lane < count ? segment->rows : 0;
-    const bool any = rows > 0 && split_has_work(past_blocks(position, S::window, S::block), split, S::splits);
-    if (!__any_sync(ALL_LANES, any)) return;
-    const int own_tiles = (rows * S::group + TILE_QUERIES - 1) / TILE_QUERIES, first = warp_sum_before(own_tiles, lane);
-    total = __shfl_sync(ALL_LANES, first + own_tiles, 31);
-    if (b.warp == 0 && lane < count) memory.first_tile()[lane] = first;
-    norms();
-    b.sync();
-    int parts = 1;
-    while (2 * parts * total <= Memory<V>::units) parts *= 2;
-    work(parts, waited);
+#pragma unroll 1
+    for (int t = 0, step = 0;; t += step) {  // what this begins with is computed for every tile again rather than kept
+      const Shares<V> shares(*b.step, own_lane());
+      const int from = shares.begin(split), count = shares.begin(split + 1) - from;  // of this lane's segment
+      const int tiles = count > 0 ? shares.tiles : 0, before = warp_sum_before(tiles, own_lane());
+      const int total = __shfl_sync(ALL_LANES, before + tiles, 31);  // query tiles that the split has
+      int parts = 1;                                                  // warps a tile; more than one: a warp has one tile at most
+      if (__any_sync(ALL_LANES, count > 1))
+        while (2 * parts * total <= M::units) parts *= 2;
+      const int units = M::units / parts;
+      if (step == 0) t = b.warp / parts < units ? b.warp / parts : total, step = units;
+      const unsigned holds = __ballot_sync(ALL_LANES, before <= t && t < before + tiles);
+      if (holds == 0 && parts == 1) break;
+      const int segment = holds != 0 ? __ffs(int(holds)) - 1 : 0, part = b.warp % parts;
+      const Tile own{b.step->segments + segment, (t - __shfl_sync(ALL_LANES, before, segment)) * TILE_QUERIES,
+                     __shfl_sync(ALL_LANES, shares.first + from, segment), holds != 0 ? __shfl_sync(ALL_LANES, count, segment) : 0};
+      work(own, part, parts, waited);
+      if (parts > 1) break;
+    }
+    if (!waited) wait_inputs(b), waited = true;
   }
 
  private:
   const Context& c;
   const Instruction& i;
   Block& b;
-  const Memory<V> memory;
+  const M memory;
   const int kv_head, split;
-  const bool appends;
-  int total;  // query tiles of the step
 
-  __device__ __forceinline__ void norms() const {
-    const float* params = reinterpret_cast<const float*>(c.params + i.params);
-    for (int d = b.thread; d < S::head_dim; d += THREADS) {
-      if (V::q_norm) memory.norms()[d] = __ldg(params + d);
-      if (V::k_norm) memory.norms()[S::head_dim + d] = __ldg(params + (V::q_norm ? S::head_dim : 0) + d);
-    }
-  }
-
-  __device__ __forceinline__ Tile tile(int t) const {
-    int from = 0;
-    for (int s = 1; s < b.step->segment_count; ++s) from += memory.first_tile()[s] <= t;
-    const Segment& s = b.step->segments[from];
-    return {s.slot, s.row_begin, s.rows, s.position, (t - memory.first_tile()[from]) * TILE_QUERIES, t < total};
-  }
-
-  __device__ __forceinline__ Share share(const Tile& tile) const {
-    return {share_of(past_blocks(tile.position, S::window, S::block), split, S::splits), appends};
-  }
-
-  // Tiles unit, unit + units, ... of the step, with `parts` warps a tile; more than one part: one tile at most.
-  __device__ __forceinline__ void work(int parts, bool& waited) {
-    const int units = Memory<V>::units / parts, unit = b.warp / parts, part = b.warp % parts;
-    Tile own = tile(unit);
-    own.valid = own.valid && unit < units;
-    const Share mine = share(own);
-    Walk blocks(own, mine, part, parts);
-    Warp<V> warp{};
-    if (blocks.past > 0) load_first(warp, blocks);
-    const int cell = appends ? cell_of_row(own_lane()) : 0;
-    if (!waited) wait_inputs(b), waited = true;
-
-    H heads[BATCH]{};
-    if (blocks.all > 0) fetch_queries(heads, own, 0);
-    prepare_step(cell);
-#pragma unroll 1
-    for (int t = unit;;) {
-      if (blocks.all > 0) {
-        store_queries(heads, own);
-        attend(warp, own, blocks);
-        warp.finish();
-      }
-      if (parts > 1) {
-        if (blocks.all > 0) warp.leave(memory.sums(b.warp), memory.statistics() + b.warp);
-        b.sync();
-        if (own.valid) merge(own, min(mine.items(), parts), part, parts);
-        return;
-      }
-      if (blocks.all > 0) write(warp, own);
-      t += units;
-      if (t >= total || unit >= units) return;
-      own = tile(t), blocks = Walk(own, share(own), part, parts);
-      if (blocks.all == 0) continue;
-      __syncwarp();  // the queries of the tile before have been read
-      fetch_queries(heads, own, 0);
-      if (blocks.past > 0) load_first(warp, blocks);
-    }
-  }
-
-  // Where a row's key and value are appended: page * KV_PAGE_TOKENS + place in the page; 0 for rows that are not there.
-  __device__ __forceinline__ int cell_of_row(int row) const {
-    if (row >= b.step->rows) return 0;
-    const int position = b.step->row_position[row];
-    const int32_t* page = c.page_table + int64_t(b.step->row_slot[row]) * c.max_pages + position / KV_PAGE_TOKENS;
-    return load_int(page) * KV_PAGE_TOKENS + position % KV_PAGE_TOKENS;
-  }
-
-  // The blocks of a warp: `past` of the cache, numbers first, first + stride, ... of their sequence, and perhaps the step's own positions.
+  // The blocks of a warp: numbers first, first + stride, ... of their sequence.
   struct Walk {
-    int first, stride, past, all;
-    int slot, loaded, page;  // lane l has the page of block loaded + l
+    int first, stride, count;
+    int loaded, page;  // lane l has the page of block loaded + l
 
-    __device__ __forceinline__ Walk(const Tile& tile, const Share& share, int part, int parts)
-        : first(share.past.begin + part), stride(parts), slot(tile.slot), loaded(-32), page(0) {
-      past = tile.valid && part < share.past.count ? (share.past.count - part + parts - 1) / parts : 0;
-      all = past + (tile.valid && share.fresh && share.past.count % parts == part ? 1 : 0);
+    __device__ __forceinline__ Walk(const Tile& tile, int part, int parts) : first(tile.begin + part), stride(parts), loaded(-32), page(0) {
+      count = part < tile.count ? (tile.count - part + parts - 1) / parts : 0;
     }
     __device__ __forceinline__ int number(int j) const { return first + j * stride; }
   };
 
-  // Keys of block `j`; its values stand values_after(number) elements behind.
-  __device__ __forceinline__ const bf16* keys_of(Walk& blocks, int j) const {
-    constexpr int in_page = KV_PAGE_TOKENS / S::block;
+  // What the warp's blocks hold of the step itself, in groups of up to M::NEW positions of a block, which are brought one after the other.
+  struct New {
+    int block;         // of the walk, that the present group is in; behind the last one if there is none
+    int place, count;  // of the group in its block
+
+    __device__ __forceinline__ New(const Tile& tile, const Walk& blocks) {
+      const int ahead = tile.position() / S::block - blocks.first;
+      begin(tile, blocks, ahead > 0 ? (ahead + blocks.stride - 1) / blocks.stride : 0);
+    }
+    __device__ __forceinline__ void begin(const Tile& tile, const Walk& blocks, int at) {
+      block = at, place = max(tile.position() - blocks.number(at) * S::block, 0);
+      count = at < blocks.count ? min(end(tile, blocks) - place, M::NEW) : 0;
+    }
+    __device__ __forceinline__ int end(const Tile& tile, const Walk& blocks) const {
+      return min(tile.position() + tile.rows() - blocks.number(block) * S::block, S::block);
+    }
+    __device__ __forceinline__ void advance(const Tile& tile, const Walk& blocks) {
+      place += count, count = min(end(tile, blocks) - place, M::NEW);
+      if (count <= 0) begin(tile, blocks, block + 1);
+    }
+  };
+
+  // One of `parts` warps of a tile.
+  __device__ __forceinline__ void work(const Tile& own, int part, int parts, bool& waited) {
+    Walk blocks(own, part, parts);
+    Warp<V> warp{};  // on every path: else registers hold what they held, all through the program
+    if (blocks.count > 0) {
+      prepare(warp, own, blocks, waited);
+      attend(warp, own, blocks), warp.finish();
+    }
+    if (!waited) wait_inputs(b), waited = true;  // warps without blocks
+    if (parts > 1) {
+      if (blocks.count > 0) warp.leave(memory.sums(b.warp), memory.statistics() + b.warp);
+      b.sync();
+      if (own.count > 0) merge(own, min(own.count, parts), part, parts);
+    } else if (blocks.count > 0) {
+      write(warp, own);
+    }
+  }
+
+  // Keys of block `number` of the sequence, which stands in `page`; its values stand P::VALUES elements behind.
+  __device__ __forceinline__ bf16* block_at(int number, int page) const {
+    return kv_page<bf16>(c, i.layer, page, kv_head, S::kv_heads, S::head_dim) + number % P::BLOCKS * P::BLOCK_ELEMENTS;
+  }
+  // Page numbers do not change during a step, and the SM has acquired it: they may come from the L1.
+  __device__ __forceinline__ int page_at(const Tile& tile, int number) const {
+    return c.page_table[int64_t(tile.slot()) * c.max_pages + number / P::BLOCKS];
+  }
+  // Keys of block `j` of the warp. Blocks are asked for in ascending order.
+  __device__ __forceinline__ bf16* keys_of(Walk& blocks, const Tile& tile, int j) const {
     if (j >= blocks.loaded + 32) {
       blocks.loaded = j;
-      const int mine = j + own_lane();
-      if (mine < blocks.past) blocks.page = load_int(c.page_table + int64_t(blocks.slot) * c.max_pages + blocks.number(mine) / in_page);
+      if (j + own_lane() < blocks.count) blocks.page = page_at(tile, blocks.number(j + own_lane()));
     }
-    const bf16* keys = kv_page<bf16>(c, i.layer, __shfl_sync(ALL_LANES, blocks.page, j - blocks.loaded), kv_head, S::kv_heads, S::head_dim);
-    return keys + blocks.number(j) % in_page * (S::block * S::head_dim);
-  }
-  __device__ __forceinline__ static int values_after(int number) {
-    return KV_PAGE_TOKENS * S::head_dim - number % (KV_PAGE_TOKENS / S::block) * (S::block * (S::head_dim - 1));
+    return block_at(blocks.number(j), __shfl_sync(ALL_LANES, blocks.page, j - blocks.loaded));
   }
 
-  __device__ __forceinline__ void load_first(Warp<V>& warp, Walk& blocks) const {
+  __device__ __forceinline__ void load_first(Warp<V>& warp, Walk& blocks, const Tile& tile) const {
     warp.locate();
-    const bf16* keys = keys_of(blocks, 0);
-    warp.load_keys(keys, 0), warp.load_values(keys + values_after(blocks.number(0)), 0);
+    const bf16* keys = keys_of(blocks, tile, 0);
+    warp.load_keys(keys, 0), warp.load_values(keys + P::VALUES, 0);
   }
 
-  __device__ __forceinline__ const bf16* head_of(int row, int head) const {
-    constexpr int width = (S::heads + 2 * S::kv_heads) * S::head_dim;
-    return flagged<bf16>(c, i, 0, b) + int64_t(row) * width + head * S::head_dim;
-  }
-
-  // Makes `h` the place `target` of the tile, a query or padding.
-  __device__ __forceinline__ void identify(H& h, const Tile& own, int target) const {
-    const int query = own.query + target;
-    const bool there = target < TILE_QUERIES && query < own.rows * S::group;
-    h.target = target, h.role = there ? QUERY : target < TILE_QUERIES ? PADDING : NOTHING, h.row = there ? own.row + query / S::group : 0;
-  }
-
-  __device__ __forceinline__ const bf16* query_of(const H& h, const Tile& own) const {
-    return head_of(h.row, kv_head * S::group + (own.query + h.target) % S::group);
-  }
-
-  // Queries of a tile from place `begin` on, by one warp: as many as are in flight at a time.
-  __device__ __forceinline__ void fetch_queries(H (&heads)[BATCH], const Tile& own, int begin) const {
-    const int lane = own_lane();
-#pragma unroll
-    for (int j = 0; j < BATCH; ++j) {
-      identify(heads[j], own, begin + j * H::A_WARP + lane / H::LANES);
-      heads[j].load(query_of(heads[j], own), lane % H::LANES);
+  // ---- queries and new keys and values
+  // Number `n` of: the tile's first `queries` queries, keys of the present group of what is new, its values. Fills in `q` but for data.
+  __device__ __forceinline__ void identify(Q& q, const Tile& own, const Walk& blocks, const New& fresh, int queries, int n) const {
+    const int query = own.query + (n < queries ? n : 0), k = n - queries, at = k < fresh.count ? k : k - fresh.count;
+    int row = query / S::group, head = kv_head * S::group + query % S::group;  // also of places beyond the last one
+    const Role role = n < queries ? QUERY : k < fresh.count ? KEY : k < 2 * fresh.count ? VALUE : NOTHING;
+    int target = n;
+    if (role == KEY || role == VALUE) {
+      row = blocks.number(fresh.block) * S::block + fresh.place + at - own.position(), head = S::heads + (role == VALUE ? S::kv_heads : 0) + kv_head;
+      target = TILE_QUERIES + (role == VALUE ? M::NEW : 0) + at;
     }
+    q.what = role | target << 8 | row << 16, q.from = ((own.row() + row) * (S::heads + 2 * S::kv_heads) + head) * S::head_dim + own_lane() % Q::LANES * 4;
   }
 
-  // All queries of a tile, the first of which are on their way, to shared memory.
-  __device__ __forceinline__ void store_queries(H (&heads)[BATCH], const Tile& own) const {
-    const int lane = own_lane(), quad = lane % H::LANES;
+  // Waits for the heads, turns them, and leaves them in shared memory; keys and values also in the cache.
+  __device__ __forceinline__ void bring(const Tile& own, const Walk& blocks, const New& fresh, int queries) const {
+    const int lane = own_lane(), quad = lane % Q::LANES, passes = (queries + 2 * fresh.count + Q::A_WARP - 1) / Q::A_WARP;
+    const bf16* qkv = flagged<bf16>(c, i, 0, b);
+    const float *rope = flagged<float>(c, i, 1, b) + int64_t(own.row()) * S::head_dim, *params = reinterpret_cast<const float*>(c.params + i.params);
+    // One tile appends, or all do, the same values, because they read them there.
+    const int number = blocks.number(fresh.block);
+    bf16* keys = fresh.count > 0 && (own.query == 0 || !is_inserted(own)) ? block_at(number, page_at(own, number)) : nullptr;
+    Turn<V> turn{};
+    turn.load_rope(rope, quad), turn.ask_for_norms(params);
 #pragma unroll 1
-    for (int begin = 0;;) {
+    for (int first = 0; first < passes; first += BATCH) {
+      Q heads[BATCH] = {};
 #pragma unroll
       for (int j = 0; j < BATCH; ++j) {
-        identify(heads[j], own, begin + j * H::A_WARP + lane / H::LANES);  // again: kept in registers it would cost some
-        heads[j].settle(b, query_of(heads[j], own), quad);
-        heads[j].turn(memory, quad), heads[j].store(memory, b.warp, nullptr, 0, quad);
+        identify(heads[j], own, blocks, fresh, queries, (first + j) * Q::A_WARP + lane / Q::LANES);
+        heads[j].first = heads[j].second = uint2{0, 0};
+        const bool wanted = first + j < passes && quad < Q::quads;
+        load_8_if(wanted, qkv + heads[j].from, heads[j].first), load_8_if(wanted, qkv + heads[j].from + Q::half, heads[j].second);
       }
-      begin += BATCH * H::A_WARP;
-      if (begin >= TILE_QUERIES) break;
-      fetch_queries(heads, own, begin);
+      if constexpr (FLAGGED) {  // all that is missing is asked for together
+#pragma unroll 1
+        for (uint32_t polls = 0;;) {
+          bool whole = true;
+#pragma unroll
+          for (int j = 0; j < BATCH; ++j) whole = whole && complete(heads[j].first) && complete(heads[j].second);
+          if (!__any_sync(ALL_LANES, !whole)) break;
+          if (__any_sync(ALL_LANES, !b.may_poll(polls))) break;
+#pragma unroll
+          for (int j = 0; j < BATCH; ++j) {
+            load_8_if(!complete(heads[j].first), qkv + heads[j].from, heads[j].first);
+            load_8_if(!complete(heads[j].second), qkv + heads[j].from + Q::half, heads[j].second);
+          }
+        }
+      }
+      if (first == 0) turn.settle_rope(b, rope, quad);
+      if (first == 0 && queries > 0) b.arrived();
+#pragma unroll 1
+      for (int j = 0; j < BATCH && first + j < passes; ++j) {
+        if (own.rows() > 1) {
+          const float* of_row = rope + int64_t(heads[0].row()) * S::head_dim;
+          turn.load_rope(of_row, quad), turn.settle_rope(b, of_row, quad);
+        }
+        turn.load_norm(params, heads[0].role(), quad);
+        turn.apply(heads[0], heads[0].role(), Turn<V>::all_squares(heads[0]));
+        store(heads[0], quad, keys, fresh.place);
+#pragma unroll
+        for (int k = 0; k + 1 < BATCH; ++k) heads[k] = heads[k + 1];
+      }
     }
     __syncwarp();
   }
 
-  // The step's rotation to shared memory, and for the split that appends the keys and values of all rows, there and to the cache. The
-  // last warps come first: with few positions the first ones have keys and values on their way, and would wait for these as well.
-  __device__ __forceinline__ void prepare_step(int cell) const {
-    const int lane = own_lane(), warp = WARPS - 1 - b.warp, thread = warp * 32 + lane, rows = b.step->rows;
-    const float* rope = flagged<float>(c, i, 1, b);
-    for (int j = thread * 4; j < rows * S::head_dim; j += THREADS * 4)
-      *reinterpret_cast<uint4*>(memory.rope() + j) = settled_16(b, rope + j, load_16(rope + j));
-    b.sync();
-    if (!appends) return;
-    const int quad = lane % H::LANES;
-#pragma unroll 1
-    for (int begin = warp * H::A_WARP; begin < 2 * rows; begin += WARPS * H::A_WARP) {
-      const int n = begin + lane / H::LANES;
-      H h;
-      h.role = n >= 2 * rows ? NOTHING : n % 2 == 0 ? KEY : VALUE, h.row = h.target = n < 2 * rows ? n / 2 : 0;
-      const bf16* from = head_of(h.row, S::heads + n % 2 * S::kv_heads + kv_head);
-      h.load(from, quad), h.settle(b, from, quad);
-      h.turn(memory, quad);
-      const int to = __shfl_sync(ALL_LANES, cell, h.row);
-      h.store(memory, b.warp, kv_page<bf16>(c, i.layer, to / KV_PAGE_TOKENS, kv_head, S::kv_heads, S::head_dim), to % KV_PAGE_TOKENS, quad);
-    }
-    // Places of V^T without a row are multiplied by weights of 0, so they must hold numbers.
-    for (int j = thread; j < S::head_dim * MAX_ROWS; j += THREADS)
-      if (j % MAX_ROWS >= rows) memory.new_values()[j / MAX_ROWS * S::value_stride + j % MAX_ROWS] = bf16{0};
-    b.sync();
+  // `keys`: of the block in the cache that the head is appended to, null if another warp does that. `place`: of the group in the block.
+  __device__ __forceinline__ void store(const Q& q, int quad, bf16* keys, int place) const {
+    if (q.role() == NOTHING || quad >= Q::quads) return;
+    bf16* row = memory.rows(b.warp) + q.target() * S::row_stride + 4 * quad;
+    *reinterpret_cast<uint2*>(row) = q.first, *reinterpret_cast<uint2*>(row + Q::half) = q.second;
+    if (keys != nullptr && q.role() != QUERY) q.append(keys, q.role(), quad, place + q.target() - TILE_QUERIES - (q.role() == VALUE ? M::NEW : 0));
   }
 
-  // All blocks of the warp. While one is multiplied, the next is on its way; the first one of the past is there already.
+  // Queries beyond the tile's last one are multiplied like others, so they must be numbers.
+  __device__ __forceinline__ void pad_queries(int queries) const {
+    const int row = own_lane() / 4, pair = own_lane() % 4;
+    if (row < queries) return;
+#pragma unroll
+    for (int p = 0; p < S::pieces; ++p) *reinterpret_cast<uint4*>(memory.rows(b.warp) + row * S::row_stride + p * 32 + pair * 8) = uint4{0, 0, 0, 0};
+  }
+
+  // ---- attention
+  // Whether the step's own key and value go from shared memory into registers, and not through the cache.
+  __device__ __forceinline__ static bool is_inserted(const Tile& tile) { return WHOLE && tile.rows() == 1; }
+
+  // Brings the queries, and the new keys and values of the warp's blocks. Afterwards the first block is on its way.
+  __device__ __forceinline__ void prepare(Warp<V>& warp, const Tile& tile, Walk& blocks, bool& waited) const {
+    New fresh(tile, blocks);
+    const bool early = is_inserted(tile) || fresh.block > 0;
+    if (early) load_first(warp, blocks, tile);
+    int queries = min(tile.rows() * S::group - tile.query, TILE_QUERIES);
+    __syncwarp();  // the queries of the tile before have been read
+    pad_queries(queries);
+    if (!waited) wait_inputs(b), waited = true;
+#pragma unroll 1
+    do {
+      bring(tile, blocks, fresh, queries), queries = 0;
+      fresh.advance(tile, blocks);
+    } while (fresh.count > 0);
+    if (!early) load_first(warp, blocks, tile);
+  }
+
+  // All blocks of the warp. While one is multiplied, the next is on its way.
   __device__ __forceinline__ void attend(Warp<V>& warp, const Tile& tile, Walk& blocks) const {
     warp.locate();
-    const uint32_t queries = shared_address(memory.queries(b.warp));
-    const uint32_t new_keys = shared_address(memory.new_keys()), new_values = shared_address(memory.new_values());
-    const auto load_keys = [&](const bf16* keys, int j, int section) {
-      j < blocks.past ? warp.load_keys(keys, section) : warp.load_new_keys(new_keys, section);
-    };
-    const auto load_values = [&](const bf16* keys, int j, int section) {
-      j < blocks.past ? warp.load_values(keys + values_after(blocks.number(j)), section) : warp.load_new_values(new_values, section);
-    };
+    const bf16* rows = memory.rows(b.warp);
+    const int own_block = is_inserted(tile) ? tile.position() / S::block : -1;  // that of the key and value to insert
     warp.clear();
-    const bf16* keys = nullptr;
-    if (blocks.past > 0 && S::sections > 1) keys = keys_of(blocks, 0);
+    bf16* keys = nullptr;
+    if (!WHOLE) keys = block_at(blocks.number(0), page_at(tile, blocks.number(0)));
 #pragma unroll 1
-    for (int j = blocks.past > 0 ? 0 : -1; j < blocks.all; ++j) {  // -1: nothing but the loads of block 0
-      const bool more = j + 1 < blocks.all;
-      const bf16* next = nullptr;
-      if (j + 1 < blocks.past) next = keys_of(blocks, j + 1);
+    for (int j = 0; j < blocks.count; ++j) {
+      const bool more = j + 1 < blocks.count;
+      bf16* next = nullptr;
+      if (more) next = keys_of(blocks, tile, j + 1);
+      const int position = blocks.number(j) * S::block;
+      if constexpr (WHOLE) {
+        if (blocks.number(j) == own_block) {
+          warp.insert_key(shared_address(rows + TILE_QUERIES * S::row_stride), tile.position() - position);
+          warp.insert_value(rows + (TILE_QUERIES + M::NEW) * S::row_stride, tile.position() - position);
+        }
+      }
       float scores[2 * S::fragments][4] = {};
-      if (j >= 0) {
 #pragma unroll
-        for (int section = 0; section < S::sections; ++section) {
-          if (section > 0) load_keys(keys, j, section);
-          warp.score(scores, queries, section);
-        }
+      for (int section = 0; section < S::sections; ++section) {
+        if (section > 0) warp.load_keys(keys, section);
+        warp.score(scores, shared_address(rows), section);
       }
-      if (more) load_keys(next, j + 1, 0);
-      if (j >= 0) {
-        // The places of new positions in shared memory are rows of the step.
-        const bool past = j < blocks.past;
-        const int position = past ? blocks.number(j) * S::block : tile.position - tile.row;
-        const bool whole = past && position >= oldest_of(tile) && position + S::block <= tile.position;
-        uint32_t weights[S::fragments][2];
-        warp.join(scores);
-        if (!whole) mask(warp, scores, tile, position, past);
-        warp.soften(scores, weights, float(V::scale) * LOG2_E);
+      if (more) warp.load_keys(next, 0);
+      const bool whole = position >= oldest_of(tile) && position + S::block - 1 <= tile.position() + tile.query / S::group;
+      uint32_t weights[S::fragments][2];
+      warp.join(scores);
+      if (!whole) mask(warp, scores, tile, position);
+      warp.soften(scores, weights, float(V::scale) * LOG2_E);
 #pragma unroll
-        for (int section = 0; section < S::sections; ++section) {
-          if (section > 0) load_values(keys, j, section);
-          if (past && !whole) warp.cut_values(tile.position - position);
-          warp.accumulate(weights, section);
-        }
+      for (int section = 0; section < S::sections; ++section) {
+        if (section > 0) warp.load_values(keys + P::VALUES, section);
+        if (!whole) warp.cut_values(tile.position() + tile.rows() - position);
+        warp.accumulate(weights, section);
       }
-      if (more) load_values(next, j + 1, 0);
-      if (S::sections > 1) keys = next;
+      if (more) warp.load_values(next + P::VALUES, 0);
+      if (!WHOLE) keys = next;
     }
+    __syncwarp();  // all lanes have read the queries
   }
 
   // First position that all queries of a tile see.
   __device__ __forceinline__ static int oldest_of(const Tile& tile) {
-    return S::window > 0 ? max(tile.position + min((tile.query + TILE_QUERIES - 1) / S::group, tile.rows - 1) - S::window + 1, 0) : 0;
+    return S::window > 0 ? max(tile.position() + min((tile.query + TILE_QUERIES - 1) / S::group, tile.rows() - 1) - S::window + 1, 0) : 0;
   }
 
   // Scores of positions that a query does not see become minus infinity.
-  __device__ __forceinline__ static void mask(const Warp<V>& warp, float (&scores)[2 * S::fragments][4], const Tile& tile, int position, bool past) {
+  __device__ __forceinline__ static void mask(const Warp<V>& warp, float (&scores)[2 * S::fragments][4], const Tile& tile, int position) {
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
-      const int at = tile.position + min((tile.query + warp.pair * 2 + q) / S::group, tile.rows - 1);  // the query's own position
-      const int begin = max(S::window > 0 ? at - S::window + 1 : 0, past ? 0 : tile.position), end = past ? tile.position : at + 1;
-      warp.hide(scores, q, begin - position, end - position);
+      const int at = tile.position() + min((tile.query + warp.pair * 2 + q) / S::group, tile.rows() - 1);  // the query's own position
+      warp.hide(scores, q, S::window > 0 ? at - S::window + 1 - position : 0, at + 1 - position);
     }
   }
 
+  // ---- results
   __device__ __forceinline__ float* partial_of(int row, int in_group) const {
     return flagged<float>(c, i, 2, b) + partial_offset(row, S::heads, kv_head, S::splits, split, S::group, in_group, S::head_dim);
   }
@@ -300,12 +311,11 @@ class Task {
   __device__ __forceinline__ void write(const Warp<V>& warp, const Tile& own) const {
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
-      const int query = own.query + warp.pair * 2 + q;
-      const bool there = query < own.rows * S::group;
-      const int row = own.row + query / S::group, in_group = query % S::group;
+      const int query = own.query + warp.pair * 2 + q, row = own.row() + query / S::group, in_group = query % S::group;
+      const bool wanted = query < own.rows() * S::group;
       if constexpr (S::splits == 1)
-        warp.write_result(there ? result_of(row, in_group) : nullptr, q);
-      else if (there)
+        warp.write_result(result_of(row, in_group), q, wanted);
+      else if (wanted)
         warp.write_partial(partial_of(row, in_group), q);
     }
   }
@@ -316,12 +326,13 @@ class Task {
 #pragma unroll 1
     for (int q = part; q < TILE_QUERIES; q += parts) {
       const int query = own.query + q;
-      if (used == 0 || query >= own.rows * S::group) return;
+      if (query >= own.rows() * S::group) return;
       float factor[WARPS], totals[WARPS], top = minus_infinity(), total = 0.0f;
-      *reinterpret_cast<float4*>(factor) = *reinterpret_cast<const float4*>(memory.statistics() + q * WARPS);
-      *reinterpret_cast<float4*>(factor + 4) = *reinterpret_cast<const float4*>(memory.statistics() + q * WARPS + 4);
-      *reinterpret_cast<float4*>(totals) = *reinterpret_cast<const float4*>(memory.statistics() + (TILE_QUERIES + q) * WARPS);
-      *reinterpret_cast<float4*>(totals + 4) = *reinterpret_cast<const float4*>(memory.statistics() + (TILE_QUERIES + q) * WARPS + 4);
+      const float* statistics = memory.statistics() + q * WARPS;
+      *reinterpret_cast<float4*>(factor) = *reinterpret_cast<const float4*>(statistics);
+      *reinterpret_cast<float4*>(factor + 4) = *reinterpret_cast<const float4*>(statistics + 4);
+      *reinterpret_cast<float4*>(totals) = *reinterpret_cast<const float4*>(statistics + TILE_QUERIES * WARPS);
+      *reinterpret_cast<float4*>(totals + 4) = *reinterpret_cast<const float4*>(statistics + TILE_QUERIES * WARPS + 4);
 #pragma unroll
       for (int w = 0; w < WARPS; ++w) {
         if (w < first || w >= first + used) factor[w] = minus_infinity();
@@ -332,54 +343,59 @@ class Task {
         factor[w] = factor[w] == minus_infinity() ? 0.0f : exp2_fast(factor[w] - top);
         if (factor[w] != 0.0f) total += totals[w] * factor[w];
       }
-      const int row = own.row + query / S::group, in_group = query % S::group;
+      const int row = own.row() + query / S::group, in_group = query % S::group;
 #pragma unroll
       for (int begin = 0; begin < S::head_dim; begin += 128) {
         const int d = begin + lane * 4;
-        const bool there = d < S::head_dim;
+        if (d >= S::head_dim) continue;
         float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) {
-          if (w < first || w >= first + used || !there) continue;
-          const float4 v = *reinterpret_cast<const float4*>(memory.sums(w) + q * S::sum_stride + d);
+          if (w < first || w >= first + used) continue;
+          const float4 v = *reinterpret_cast<const float4*>(memory.sums(w) + Warp<V>::shelf(q) * S::sum_stride + d);
           sum.x += factor[w] * v.x, sum.y += factor[w] * v.y, sum.z += factor[w] * v.z, sum.w += factor[w] * v.w;
         }
-        if (!there) continue;
         if constexpr (S::splits == 1) {
           const float inverse = 1.0f / total;
-          put_8(result_of(row, in_group) + d, {pack_bf16(sum.x * inverse, sum.y * inverse), pack_bf16(sum.z * inverse, sum.w * inverse)});
+          store_8(result_of(row, in_group) + d, {pack_bf16(sum.x * inverse, sum.y * inverse), pack_bf16(sum.z * inverse, sum.w * inverse)});
         } else {
           float* out = partial_of(row, in_group);
-          put_8(out + d, {__float_as_uint(sum.x), __float_as_uint(sum.y)});
-          put_8(out + d + 2, {__float_as_uint(sum.z), __float_as_uint(sum.w)});
-          if (d == 0) put_8(out + S::head_dim, {__float_as_uint(top * LN_2), __float_as_uint(total)});
+          store_16(out + d, Turn<V>::as_words(sum));
+          if (d == 0) store_8(out + S::head_dim, {__float_as_uint(top * LN_2), __float_as_uint(total)});
         }
       }
     }
   }
 };
 
-// Empties what the step before left in the other copy: of all tiles of the task, whether they have work now or not.
+// With one split the results are `attn` itself, and those of the step before are cleared here.
 template <class V>
-__device__ __forceinline__ void clear_old(const Context& c, const Instruction& i, const Block& b) {
-  using S = Shape<V>;
-  constexpr int a_tile = S::group * (S::splits == 1 ? S::head_dim * 2 : partial_columns(S::head_dim) * 4), a_row = S::kv_heads * S::splits * a_tile;
-  static_assert(a_tile % 8 == 0, "pieces of 8 bytes");
-  unsigned char* old = other_copy(c, flagged<unsigned char>(c, i, 2, b), b) + i.tile_begin * a_tile;
-  for (int row = 0; row < rows_to_clear(b); ++row)
-    for (int at = b.thread * 8; at < (i.tile_end - i.tile_begin) * a_tile; at += THREADS * 8) clear_8(old + int64_t(row) * a_row + at);
+__device__ __forceinline__ void clear(const Context& c, const Instruction& i, const Block& b) {
+  constexpr int pieces = int(V::heads) / int(V::kv_heads) * int(V::head_dim) / 8;  // of a row and key-value head
+  const int tiles = i.tile_end - i.tile_begin;
+  bf16* other = other_copy(c, flagged<bf16>(c, i, 2, b), b);
+  for (int n = b.thread; n < rows_to_clear(b) * tiles * pieces; n += THREADS)
+    clear_16(other + int64_t(n / (tiles * pieces)) * int(V::heads) * int(V::head_dim) + (i.tile_begin * pieces + n % (tiles * pieces)) * 8);
 }
 
 template <class V>
 __device__ void run(const Context& c, const Instruction& i, Block& b) {
-  clear_old<V>(c, i, b);
   bool waited = false;
+  if constexpr (OneRow<V>::POSSIBLE) {
+    if (OneRow<V>::is_form_of(c, *b.step)) {
+#pragma unroll 1
+      for (int tile = i.tile_begin; tile < i.tile_end; ++tile) OneRowTask<V>(c, i, b, tile).run(waited);
+      if (!waited) wait_inputs(b);
+      return;
+    }
+  }
 #pragma unroll 1
   for (int tile = i.tile_begin; tile < i.tile_end; ++tile) {
     if (tile > i.tile_begin) b.sync();  // the memory of the tile before
     Task<V>(c, i, b, tile).run(waited);
   }
   if (!waited) wait_inputs(b);
+  if constexpr (V::splits == 1) clear<V>(c, i, b);
 }
 
 }  // namespace mpk::rotary_attention

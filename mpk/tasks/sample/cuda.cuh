@@ -1,8 +1,9 @@
-// sample: the next token of a slot, from the parts that `sample_part` left; reads values only of slices that matter.
-// Operands: logits [logit rows][vocab], choice [max_batch] int32, parts [logit rows][parts] of Part, values [logit rows][vocab].
-// Variant: vocab, parts, slice.
+// sample: the next token of a slot that wants more than `advance` does itself (see sampling.cuh), from the parts that the head left; reads
+// values only of slices that matter. For other slots there is nothing to do, not even to wait.
+// Operands: logits [logit rows][vocab], choice [max_batch] of messages {token, -, -, step number}, parts [logit rows][parts] of Part, values
+// [logit rows][vocab]. Variant: vocab, parts, slice.
 //
-// Order: penalties (in `sample_part`), temperature, top-k, top-p, min-p, draw; ties and log-probabilities as in sampling.hpp.
+// Order: penalties (in the head), temperature, top-k, top-p, min-p, draw; ties and log-probabilities as in sampling.hpp.
 #pragma once
 #include "mpk/philox.hpp"
 #include "mpk/wait.cuh"
@@ -11,14 +12,6 @@
 namespace mpk::sample {
 
 constexpr bool waits_inside = true;
-
-struct Choice {
-  int row;  // of logits; -1: the slot has none
-  Options options;
-  float top_p, min_p;
-  int top_k;
-  uint64_t seed;
-};
 
 // Values that may be drawn: keys above the cut, tokens up to cut_token at the cut, weights of at least min_p.
 struct Kept {
@@ -84,7 +77,7 @@ __device__ __forceinline__ double whole_mass(const Block& b, Memory<V>& m, float
 
 // What top-k, top-p and min-p leave; fills memory.mass with the fixed-point weight of each part.
 template <class V>
-__device__ __forceinline__ Kept filter(const Block& b, Memory<V>& m, const float* row, const Choice& o, float best, float sharp) {
+__device__ __forceinline__ Kept filter(const Block& b, Memory<V>& m, const float* row, const Options& o, float best, float sharp) {
   enum Job { TOP_K, TOP_P, TIE, DONE };
   constexpr uint32_t HIGHEST = 0xffffffffu;
   const bool top_k = o.top_k > 0 && o.top_k < int(V::vocab), top_p = o.top_p < 1.0f;
@@ -141,55 +134,32 @@ __device__ __forceinline__ Kept filter(const Block& b, Memory<V>& m, const float
   return kept;
 }
 
-// The token at which the running weight, over ascending tokens, passes the part u of the whole.
+// The token at which the running weight, over ascending tokens, passes the part u of the whole, from memory.mass; by the whole block.
 template <class V>
 __device__ __forceinline__ int draw(const Block& b, Memory<V>& m, const float* row, const Kept& kept, double u) {
-  constexpr int vocab = int(V::vocab), size = int(V::slice), ITEMS = (Memory<V>::parts + THREADS - 1) / THREADS, OWN = (size + THREADS - 1) / THREADS;
-  uint64_t own = 0;
-  uint64_t total;
-  for (int j = 0; j < ITEMS; ++j) own += b.thread * ITEMS + j < m.parts ? m.mass.get(b.thread * ITEMS + j) : 0;
-  uint64_t before = block_sum_before<uint64_t>(b, own, m.sums, total);
-  if (total == 0) return NO_TOKEN;
-  uint64_t wanted = uint64_t(u * double(total));
-  if (wanted >= total) wanted = total - 1;
-  if (before <= wanted && wanted < before + own)
-    for (int j = b.thread * ITEMS;; before += m.mass.get(j++))
-      if (wanted < before + m.mass.get(j)) {
-        m.chosen = j, m.fraction = double(wanted - before) / double(m.mass.get(j));
-        break;
-      }
-  b.sync();
-  // Inside the part weights are relative to its own best value, so that they have all their digits.
-  const int part = m.chosen, first = part * size + b.thread * OWN, end = part * size + size < vocab ? part * size + size : vocab;
-  const Query amounts{0, 0, false, m.part[part].max, kept.sharp};
-  uint64_t weights[OWN];
-  float x[OWN];
+  constexpr int ITEMS = (Memory<V>::parts + 31) / 32;
+  static_assert(DrawShape<V>::FLOATS <= Memory<V>::CAPACITY, "candidates are no longer needed");
+  if (b.warp == 0) {
+    uint64_t mass[ITEMS];
 #pragma unroll
-  for (int j = 0; j < OWN; ++j) x[j] = b.thread * OWN + j < size && first + j < end ? load_float(row + first + j) : minus_infinity();
-  own = 0;
-#pragma unroll
-  for (int j = 0; j < OWN; ++j) own += weights[j] = kept.has(x[j], first + j) ? amounts.amount(x[j]) : 0;
-  before = block_sum_before<uint64_t>(b, own, m.sums, total);
-  wanted = uint64_t(m.fraction * double(total));
-  if (wanted >= total) wanted = total - 1;
-  if (own > 0 && before <= wanted && wanted < before + own) {
-    int token = first;
-#pragma unroll
-    for (int j = 0; j < OWN; ++j) {
-      if (before <= wanted && wanted < before + weights[j]) token = first + j;
-      before += weights[j];
+    for (int j = 0; j < ITEMS; ++j) mass[j] = b.lane * ITEMS + j < m.parts ? m.mass.get(b.lane * ITEMS + j) : 0;
+    const int place = pick_slice(b.lane, mass, u, m.pick);
+    int token = NO_TOKEN;
+    if (__ballot_sync(ALL_LANES, place >= 0) != 0) {
+      if (place >= 0) m.pick.max = m.part[m.pick.part].max;
+      __syncwarp();
+      token = draw_from_slice<V>(b.lane, row, m.pick, kept.sharp, m.value, [&](float x, int t) { return kept.has(x, t); });
     }
-    m.chosen = token;
+    if (b.lane == 0) m.chosen = token;
   }
   b.sync();
   return m.chosen;
 }
 
-// Log-probability of `token` and of the most likely tokens, of the logits as they came in, to the place where `advance` puts the token.
+// Log-probability of `token` and of the most likely tokens, of the logits as they came in, to `place`, where `advance` puts the token.
 template <class V>
-__device__ __forceinline__ void log_probabilities(const Context& c, const Block& b, Memory<V>& m, const float* logits, const Options& o, int slot,
+__device__ __forceinline__ void log_probabilities(const Context& c, const Block& b, Memory<V>& m, const float* logits, const Options& o, int64_t place,
                                                   int token, float best) {
-  const int64_t place = int64_t(slot) * c.max_context + o.length;
   float own = 0.0f;
   for (int j = b.thread; j < m.parts; j += THREADS)
     if (m.part[j].raw_max > minus_infinity()) own += m.part[j].raw_sum * exp2_fast((m.part[j].raw_max - best) * LOG2_E);
@@ -229,19 +199,20 @@ __device__ __forceinline__ void log_probabilities(const Context& c, const Block&
   }
 }
 
-// The token of one slot; the same in all threads.
+// The token for a row of logits of a slot; the same in all threads.
 template <class V>
-__device__ __forceinline__ int choose(const Context& c, const Instruction& i, Block& b, Memory<V>& m, int slot, const Choice& o) {
-  const float* logits = operand<float>(c, i, 0) + int64_t(o.row) * int(V::vocab);
-  const float* values = operand<float>(c, i, 3) + int64_t(o.row) * int(V::vocab);
-  const Part best = gather(b, m, operand<Part>(c, i, 2) + int64_t(o.row) * int(V::parts));
+__device__ __forceinline__ int choose(const Context& c, const Instruction& i, Block& b, Memory<V>& m, int slot, int l, const Options& o) {
+  const float* logits = operand<float>(c, i, 0) + int64_t(l) * int(V::vocab);
+  const float* values = operand<float>(c, i, 3) + int64_t(l) * int(V::vocab);
+  const int length = b.step->row_position[b.step->logit_row[l]] + 1;  // tokens known, where the new one will stand
+  const Part best = gather(b, m, operand<Part>(c, i, 2) + int64_t(l) * int(V::parts));
   int token = best.token;
   if (!is_finite(best.max)) return -1;
-  if (o.options.temperature > 0.0f) {
-    const float* row = o.options.penalises() ? values : logits;
-    const float sharp = sharpness(o.options.temperature);
+  if (o.draws()) {
+    const float* row = o.penalises() ? values : logits;
+    const float sharp = sharpness(o.temperature);
     Kept kept{key_of(minus_infinity()), NO_TOKEN, best.max, sharp, 0.0f};
-    if ((o.top_k > 0 && o.top_k < int(V::vocab)) || o.top_p < 1.0f || o.min_p > 0.0f) {
+    if (o.filters(int(V::vocab))) {
       kept = filter<V>(b, m, row, o, best.max, sharp);
     } else {
       for (int j = b.thread; j < m.parts; j += THREADS) {
@@ -250,10 +221,11 @@ __device__ __forceinline__ int choose(const Context& c, const Instruction& i, Bl
       }
       b.sync();
     }
-    token = draw<V>(b, m, row, kept, philox_uniform(o.seed, uint64_t(o.options.length)));
+    token = draw<V>(b, m, row, kept, philox_uniform(o.seed, uint64_t(length)));
     if (token == NO_TOKEN) token = best.token;
   }
-  if (o.options.top_logprobs >= 0 && c.chosen_logprob != nullptr) log_probabilities<V>(c, b, m, logits, o.options, slot, token, best.raw_max);
+  if (o.top_logprobs >= 0 && c.chosen_logprob != nullptr)
+    log_probabilities<V>(c, b, m, logits, o, int64_t(slot) * c.max_context + length, token, best.raw_max);
   return token;
 }
 
@@ -262,22 +234,19 @@ __device__ void run(const Context& c, const Instruction& i, Block& b) {
   static_assert(sizeof(Memory<V>) <= SCRATCH_BYTES, "scratch");
   Memory<V>& memory = *reinterpret_cast<Memory<V>*>(b.scratch);
   bool waited = false;
+#pragma unroll 1
   for (int slot = i.tile_begin; slot < i.tile_end; ++slot) {
-    Choice o;
-    o.row = -1;
-    if (slot < c.max_batch) {
-      const Sequence* s = c.sequences + slot;
-      o.options.load(s);
-      o.top_p = load_float(&s->top_p), o.min_p = load_float(&s->min_p), o.top_k = load_int(&s->top_k);
-      o.seed = uint64_t(load_long(reinterpret_cast<const int64_t*>(&s->seed)));
-      o.row = row_of_slot(b, slot);
-    }
-    if (!waited) wait_inputs(b), waited = true;
-    int token = -1;
-    if (o.row >= 0 && !o.options.all_logits) token = choose<V>(c, i, b, memory, slot, o);
-    if (b.thread == 0) operand<int32_t>(c, i, 1)[slot] = token;
+    const int l = row_of_slot(b, slot);
+    if (l < 0 || (b.step->special_rows >> l & 1) == 0) continue;
+    Options o;
+    o.load(c.sequences + slot);
+    if (o.all_logits) continue;
+    if (!waited) wait_inputs(b), b.sync(), waited = true;
+    const int token = choose<V>(c, i, b, memory, slot, l, o);
+    if (b.thread == 0) store_message(operand<uint4>(c, i, 1) + slot, uint4{uint32_t(token), 0, 0, uint32_t(b.step->number)});
     b.sync();
   }
+  if (!waited) b.arrived();
 }
 
 }  // namespace mpk::sample

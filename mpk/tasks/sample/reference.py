@@ -3,40 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from mpk.graph.sm_task_graph import Task
 from mpk.graph.tensor_graph import Operator
 from mpk.tasks.base import Env
-
-
-@dataclass(frozen=True)
-class SamplingOptions:
-    """Options of one sequence; the defaults switch everything off, temperature 0 is greedy."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int = 0
+from mpk.tasks.sample.options import TokenOptions
+from mpk.tasks.sample.task import choice_column
 
 
 def run(op: Operator, task: Task, env: Env) -> None:
-    """Greedy choice (the reference executor has no sampling options): choice[0, slot] = argmax of the slot's logits, or -1."""
+    """Greedy choice (the reference executor has no sampling options): the slot's column of choice = argmax of its logits, or -1."""
     logits, choice = env.buffers[op.inputs[0]], env.buffers[op.outputs[0]]
-    choice[0, task.tile_begin : task.tile_end] = -1
+    choice[0, choice_column(op, task.tile_begin) : choice_column(op, task.tile_end)] = -1
     for place, row in enumerate(env.step.logit_rows):
         slot = int(env.step.slots[row])
         if task.tile_begin <= slot < task.tile_end:
-            choice[0, slot] = np.argmax(logits[place])
+            choice[0, choice_column(op, slot)] = np.argmax(logits[place])
 
 
-def penalized(logits: np.ndarray, prompt: Sequence[int], output: Sequence[int], o: SamplingOptions) -> np.ndarray:
+def penalized(logits: np.ndarray, prompt: Sequence[int], output: Sequence[int], o: TokenOptions) -> np.ndarray:
     """Logits float64 [vocab] after repetition, presence and frequency penalties."""
     x = logits.astype(np.float64)
     seen = np.unique(np.asarray([*prompt, *output], np.int64))
@@ -45,7 +32,7 @@ def penalized(logits: np.ndarray, prompt: Sequence[int], output: Sequence[int], 
     return x - o.frequency_penalty * counts - o.presence_penalty * (counts > 0)
 
 
-def distribution(logits: np.ndarray, prompt: Sequence[int], output: Sequence[int], o: SamplingOptions) -> np.ndarray:
+def distribution(logits: np.ndarray, prompt: Sequence[int], output: Sequence[int], o: TokenOptions) -> np.ndarray:
     """Probabilities float64 [vocab] from which the token is drawn (temperature > 0)."""
     x = penalized(logits, prompt, output, o) / o.temperature
     if 0 < o.top_k < len(x):
@@ -60,7 +47,7 @@ def distribution(logits: np.ndarray, prompt: Sequence[int], output: Sequence[int
     return p / p.sum()
 
 
-def choose(logits: np.ndarray, prompt: Sequence[int], output: Sequence[int], o: SamplingOptions) -> int:
+def choose(logits: np.ndarray, prompt: Sequence[int], output: Sequence[int], o: TokenOptions) -> int:
     """The token that the program chooses."""
     if o.temperature == 0:
         return int(np.argmax(penalized(logits, prompt, output, o)))

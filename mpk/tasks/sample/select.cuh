@@ -9,13 +9,6 @@
 namespace mpk::sample {
 
 constexpr int DIGIT_BITS = 11, BINS = 1 << DIGIT_BITS;
-constexpr float FIXED_ONE = 1099511627776.0f;  // 2^40: a weight of 1; 2^18 weights of 1 fit 64 bits
-
-// Larger values have larger keys; minus infinity has the smallest key of a number.
-__device__ __forceinline__ uint32_t key_of(float x) {
-  const uint32_t bits = __float_as_uint(x);
-  return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
-}
 
 // Which values count, and how much. `by_token`: among the members, the order is that of tokens alone.
 struct Query {
@@ -26,7 +19,7 @@ struct Query {
   __device__ __forceinline__ bool member(float x) const { return x > minus_infinity() && key_of(x) >= low && key_of(x) <= high; }
   __device__ __forceinline__ uint32_t key(float x, int token) const { return by_token ? ~uint32_t(token) : key_of(x); }
   __device__ __forceinline__ uint64_t amount(float x) const {
-    return sharp == 0.0f ? 1 : __float2ull_rn(exp2_fast((x - best) * sharp) * FIXED_ONE);
+    return sharp == 0.0f ? 1 : fixed_weight(x, best, sharp);
   }
 };
 
@@ -63,7 +56,7 @@ struct Memory {
   int token[CAPACITY], candidates;
   Part best_of[WARPS];
   int chosen;
-  double fraction;
+  Pick pick;
 
   __device__ __forceinline__ bool listed() const { return candidates <= CAPACITY; }
 };

@@ -5,6 +5,7 @@
 // "backward" threads take turns in another order, so that what depends on a missing barrier differs. It knows nothing of the memory
 // model of the device.
 #pragma once
+#include <csetjmp>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -31,24 +32,33 @@ struct alignas(16) float4 { float x, y, z, w; };
 
 namespace emulation {
 
-constexpr int THREADS = 256, WARPS = THREADS / 32, STACK_BYTES = 256 << 10, SHARED_BYTES = 64 << 10;
+constexpr int THREADS = 256, WARPS = THREADS / 32, STACK_BYTES = 256 << 10, SHARED_BYTES = 225 << 10;
 constexpr long TURNS = 2'000'000;  // after so many the block is taken to hang
 
 struct Fiber {
-  ucontext_t context;
-  bool done;
+  ucontext_t context;  // where it begins
+  jmp_buf place;       // where it goes on: switching by jumps needs no call of the operating system
+  bool begun, done;
 };
 struct Message {  // what a lane gives to the others
   uint32_t word[8];
 };
 
 inline Fiber fibers[THREADS];
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline int thread, block, blocks;
 inline void (*body)();
-alignas(128) inline unsigned char shared_memory[SHARED_BYTES];
+alignas(1024) inline unsigned char shared_memory[SHARED_BYTES];
 
-inline void give_turn() { swapcontext(&fibers[thread].context, &scheduler); }
+inline void give_turn() {
+  if (_setjmp(fibers[thread].place) == 0) _longjmp(scheduler, 1);
+}
+__attribute__((noinline)) inline void take_turn(Fiber& f) {
+  if (_setjmp(scheduler) != 0) return;
+  if (f.begun) _longjmp(f.place, 1);
+  f.begun = true;
+  setcontext(&f.context);
+}
 
 // A meeting of `count` fibers.
 struct Meeting {
@@ -63,7 +73,7 @@ struct Meeting {
     while (number == mine) give_turn();
   }
 };
-inline Meeting warp_meetings[WARPS], block_meeting;
+inline Meeting warp_meetings[WARPS], group_meetings[WARPS / 4], block_meeting;
 inline Message messages[WARPS][2][32];  // two sets: nobody overwrites what a slower lane has still to read
 
 inline const Message* exchange(const Message& own) {
@@ -95,11 +105,12 @@ inline bool run_block() {
   for (int i = 0; i < THREADS; ++i) {
     Fiber& f = fibers[i];
     getcontext(&f.context);
-    f.context.uc_stack.ss_sp = stacks + size_t(i) * STACK_BYTES, f.context.uc_stack.ss_size = STACK_BYTES, f.context.uc_link = &scheduler;
+    f.context.uc_stack.ss_sp = stacks + size_t(i) * STACK_BYTES, f.context.uc_stack.ss_size = STACK_BYTES, f.context.uc_link = nullptr;
     makecontext(&f.context, start, 0);
-    f.done = false;
+    f.begun = f.done = false;
   }
   for (Meeting& m : warp_meetings) m = Meeting{};
+  for (Meeting& m : group_meetings) m = Meeting{};
   block_meeting = Meeting{};
   const char* order = std::getenv("EMULATION_ORDER");
   const bool backward = order != nullptr && std::strcmp(order, "backward") == 0;
@@ -109,7 +120,7 @@ inline bool run_block() {
       thread = backward ? THREADS - 1 - i : i;
       if (fibers[thread].done) continue;
       left = true;
-      swapcontext(&scheduler, &fibers[thread].context);
+      take_turn(fibers[thread]);
     }
     if (!left) return true;
   }
@@ -130,10 +141,20 @@ void store(void* p, T value) {
   std::memcpy(p, &value, sizeof value);
 }
 
+// Behind the block's shared memory stands what comes through the ring of weights: slots of 16 KB in the order of their use.
+inline const unsigned char* stages;
+
 template <class T>
 T shared_load(uint32_t place) {
+  if (place >= SHARED_BYTES) return load<T>(stages + (place - SHARED_BYTES));
   if (place + sizeof(T) > SHARED_BYTES) std::fprintf(stderr, "shared memory ends before byte %u\n", place), std::abort();
   return load<T>(shared_memory + place);
+}
+
+template <class T>
+void shared_store(uint32_t place, T value) {
+  if (place + sizeof(T) > SHARED_BYTES) std::fprintf(stderr, "shared memory ends before byte %u\n", place), std::abort();
+  store(shared_memory + place, value);
 }
 
 struct Index {
@@ -163,6 +184,21 @@ inline unsigned __ballot_sync(unsigned, bool vote) {
   return votes;
 }
 inline bool __any_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
+inline bool __all_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) == 0xffffffffu; }
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  const emulation::Message* all = emulation::exchange({{value}});
+  unsigned most = 0;
+  for (int lane = 0; lane < 32; ++lane) most = max(most, all[lane].word[0]);
+  return most;
+}
+inline unsigned __reduce_min_sync(unsigned mask, unsigned value) { return ~__reduce_max_sync(mask, ~value); }
+inline unsigned __reduce_or_sync(unsigned, unsigned value) {
+  const emulation::Message* all = emulation::exchange({{value}});
+  unsigned bits = 0;
+  for (int lane = 0; lane < 32; ++lane) bits |= all[lane].word[0];
+  return bits;
+}
+inline void __syncthreads() { emulation::block_meeting.attend(emulation::THREADS); }
 inline void __syncwarp() { emulation::exchange({}); }
 
 // ---- operations of a thread
@@ -173,6 +209,8 @@ inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x != 0 ? __builtin_clz(unsigned(x)) : 32; }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __expf(float x) { return std::exp(x); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline unsigned long long __float2ull_rn(float x) { return static_cast<unsigned long long>(std::llrint(x)); }
 inline void sincospif(float x, float* sine, float* cosine) { *sine = float(std::sin(M_PI * double(x))), *cosine = float(std::cos(M_PI * double(x))); }

@@ -25,6 +25,13 @@ inline ulonglong2 load_words(const uint64_t* p) { return emulation::load<ulonglo
 inline uint64_t load_word(const uint64_t* p) { return emulation::load<uint64_t>(p); }
 inline void store_words(uint64_t* p, uint64_t first, uint64_t second) { emulation::store(p, ulonglong2{first, second}); }
 inline void store_word(uint64_t* p, uint64_t v) { *p = v; }
+inline void load_16_if(bool wanted, const void* p, uint4& v) {
+  if (wanted) v = load_16(p);
+}
+inline void load_8_if(bool wanted, const void* p, uint2& v) {
+  if (wanted) v = load_8(p);
+}
+inline void prefetch(const void*) {}
 inline float load_float(const float* p) { return *p; }
 inline int32_t load_int(const int32_t* p) { return *p; }
 inline int64_t load_long(const int64_t* p) { return *p; }
@@ -32,6 +39,11 @@ inline bf16 load_bf16(const bf16* p) { return *p; }
 inline void store_4(void* p, uint32_t v) { emulation::store(p, v); }
 inline void store_8(void* p, uint2 v) { emulation::store(p, v); }
 inline void store_16(void* p, uint4 v) { emulation::store(p, v); }
+inline uint4 load_message(const void* p) { return emulation::load<uint4>(p); }
+inline uint4 load_message_acquire(const void* p) { return emulation::load<uint4>(p); }
+inline void store_message(void* p, uint4 v) { emulation::store(p, v); }
+inline void fence_release() {}
+inline void store_system(int64_t* p, int64_t v) { *p = v; }
 inline int32_t load_system(const int32_t* p) { return *p; }
 inline uint64_t load_acquire(const uint64_t* p) { return *p; }
 inline void add_release(uint64_t* p, uint64_t amount) { *p += amount; }
@@ -40,6 +52,12 @@ inline int64_t now_ns() { return 1; }
 inline uint32_t shared_address(const void* p) { return uint32_t(static_cast<const unsigned char*>(p) - emulation::shared_memory); }
 inline uint4 shared_load_16(uint32_t p) { return emulation::shared_load<uint4>(p); }
 inline uint2 shared_load_8(uint32_t p) { return emulation::shared_load<uint2>(p); }
+
+inline void shared_store_16(uint32_t p, uint4 v) { emulation::shared_store(p, v); }
+inline void copy_16(uint32_t to, const void* from, bool wanted) { emulation::shared_store(to, wanted ? load_16(from) : uint4{}); }
+inline void close_copies() {}
+template <int N>
+inline void await_copies() {}
 
 inline int own_lane() { return emulation::thread % 32; }
 inline float exp2_fast(float x) { return std::exp2(x); }

@@ -32,11 +32,61 @@ struct Context {
   int64_t* token_ns;        // [max_batch][max_context] time at which a generated token was published, or null
   const int32_t* cancel;    // set by the host while the program runs: stop after this step
   int64_t flagged_stride;   // CUDA back end: bytes between the two copies of flagged buffers
+  void* messages;           // CUDA back end: [max_rows] of 16 bytes, the planned step from `advance` to all blocks (step.cuh)
+  int64_t* mirror;          // CUDA back end: [max_batch][max_context] in host memory, token + 1 once it is known; or null
   int32_t max_batch, max_rows, max_context, max_pages, num_pages;
+  // Of targets that read prompts with a graph of its own; else null and 0.
+  const int64_t* places;    // where the stages of packed matrices stand, see tiles.cuh
+  Step* prompt_step;
+  int32_t prompt_rows;      // most of a step
+  int32_t prompt_room;      // that the graph's buffers have
+  int32_t prompt_least;     // tokens that are worth a step of this kind
   int32_t rank, ranks;      // of this program among those that share the model
   const uint64_t* peers;    // [ranks] addresses of every rank's peer memory, see peer.hpp; null where there is one rank
   uint32_t flag_base;
 };
+
+template <class T>
+inline T* address(uint64_t a) {
+  return reinterpret_cast<T*>(static_cast<uintptr_t>(a));
+}
+
+inline Context make_context(const Launch& l) {
+  Context c{};
+  c.weights = address<const unsigned char>(l.weights);
+  c.params = address<const unsigned char>(l.params);
+  c.arena = address<unsigned char>(l.arena);
+  c.kv = address<unsigned char>(l.kv);
+  c.step = address<Step>(l.step);
+  c.segments = address<Segment>(l.segments);
+  c.row_token = address<int32_t>(l.row_token);
+  c.row_slot = address<int32_t>(l.row_slot);
+  c.row_position = address<int32_t>(l.row_position);
+  c.logit_row = address<int32_t>(l.logit_row);
+  c.sequences = address<Sequence>(l.sequences);
+  c.tokens = address<int32_t>(l.tokens);
+  c.page_table = address<int32_t>(l.page_table);
+  c.free_pages = address<int32_t>(l.free_pages);
+  c.free_page_count = address<int32_t>(l.free_page_count);
+  c.chosen_logprob = address<float>(l.chosen_logprob);
+  c.top_logprob = address<float>(l.top_logprob);
+  c.top_token = address<int32_t>(l.top_token);
+  c.logits_out = address<float>(l.logits_out);
+  c.logits_out_positions = l.logits_out_positions;
+  c.flagged_stride = l.flagged_stride;
+  c.token_ns = address<int64_t>(l.token_ns);
+  c.cancel = address<const int32_t>(l.cancel);
+  c.max_batch = l.max_batch;
+  c.max_rows = l.max_rows;
+  c.max_context = l.max_context;
+  c.max_pages = l.max_pages;
+  c.num_pages = l.num_pages;
+  c.rank = l.rank;
+  c.ranks = l.ranks;
+  c.peers = address<const uint64_t>(l.peers);
+  c.flag_base = l.flag_base;
+  return c;
+}
 
 // Private memory of one worker thread.
 struct Worker {

@@ -14,42 +14,6 @@
 
 namespace mpk {
 
-inline Context make_context(const Launch& l) {
-  Context c{};
-  c.weights = address<const unsigned char>(l.weights);
-  c.params = address<const unsigned char>(l.params);
-  c.arena = address<unsigned char>(l.arena);
-  c.kv = address<unsigned char>(l.kv);
-  c.step = address<Step>(l.step);
-  c.segments = address<Segment>(l.segments);
-  c.row_token = address<int32_t>(l.row_token);
-  c.row_slot = address<int32_t>(l.row_slot);
-  c.row_position = address<int32_t>(l.row_position);
-  c.logit_row = address<int32_t>(l.logit_row);
-  c.sequences = address<Sequence>(l.sequences);
-  c.tokens = address<int32_t>(l.tokens);
-  c.page_table = address<int32_t>(l.page_table);
-  c.free_pages = address<int32_t>(l.free_pages);
-  c.free_page_count = address<int32_t>(l.free_page_count);
-  c.chosen_logprob = address<float>(l.chosen_logprob);
-  c.top_logprob = address<float>(l.top_logprob);
-  c.top_token = address<int32_t>(l.top_token);
-  c.logits_out = address<float>(l.logits_out);
-  c.logits_out_positions = l.logits_out_positions;
-  c.token_ns = address<int64_t>(l.token_ns);
-  c.cancel = address<const int32_t>(l.cancel);
-  c.max_batch = l.max_batch;
-  c.max_rows = l.max_rows;
-  c.max_context = l.max_context;
-  c.max_pages = l.max_pages;
-  c.num_pages = l.num_pages;
-  c.rank = l.rank;
-  c.ranks = l.ranks;
-  c.peers = address<const uint64_t>(l.peers);
-  c.flag_base = l.flag_base;
-  return c;
-}
-
 struct Free {
   void operator()(void* p) const { std::free(p); }
 };

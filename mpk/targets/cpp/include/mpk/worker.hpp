@@ -27,11 +27,6 @@ struct Run {
   std::atomic_flag reporting = ATOMIC_FLAG_INIT;  // held while a worker writes the Stall
 };
 
-template <class T>
-inline T* address(uint64_t a) {
-  return reinterpret_cast<T*>(static_cast<uintptr_t>(a));
-}
-
 // Decides whether a wait has lasted too long: no instruction finished anywhere for `stall_limit_ns`.
 // Time is counted in pieces of at most PIECE_NS, so that a process that was suspended does not look stuck when it resumes.
 class Watchdog {

@@ -15,6 +15,7 @@
 #include "mpk/events.cuh"
 #include "mpk/ptx.cuh"
 #include "mpk/ring.cuh"
+#include "mpk/tile_ring.cuh"
 
 namespace mpk {
 
@@ -26,19 +27,19 @@ constexpr int SCRATCH_BYTES = 64 * 1024;
 constexpr int MAX_ROWS = 16;  // of a step
 constexpr int CONSUMER_BARRIER = 1;  // id of the named barrier of the consumers; 0 is the whole block's
 
-// What the step computes, copied into shared memory once a step: the original is written by `advance` on some SM, and reading it
-// takes a trip to the L2.
+// What the step computes, in shared memory: made once a step from the messages of `advance` (step.cuh).
 struct StepView {
   int rows, logit_rows, segment_count;
   int previous_rows;  // of the step before, 0 in the first one of a launch
   int64_t number;  // from 1
+  unsigned drawn_rows, special_rows;  // rows of logits: whose token is drawn; that want more than a draw from all tokens (sampling.cuh)
   int32_t row_token[MAX_ROWS], row_slot[MAX_ROWS], row_position[MAX_ROWS], logit_row[MAX_ROWS];
   Segment segments[MAX_ROWS];
 };
 
 constexpr int RECORDS = 4;  // instructions of a block in shared memory: the one before (of slower warps), the present one, the next two
 
-// Shared memory of a block behind the ring.
+// Shared memory of a block before the ring.
 struct alignas(128) BlockMemory {
   Record records[RECORDS];
   StepView step;
@@ -49,9 +50,13 @@ struct alignas(128) BlockMemory {
   WaitState waits;
   volatile int64_t arrived_ns, started_ns; // of the present instruction, if traced
 };
-static_assert(sizeof(BlockMemory) <= 2048, "what the host allows for it");
-constexpr int SCRATCH_OFFSET = RING_END + int(sizeof(BlockMemory));
-__device__ __forceinline__ BlockMemory& block_memory() { return *reinterpret_cast<BlockMemory*>(block_shared + RING_END); }
+static_assert(BLOCK_MEMORY_OFFSET + sizeof(BlockMemory) <= RING_OFFSET, "what the host allows for it");
+constexpr int SCRATCH_OFFSET = RING_END;
+__device__ __forceinline__ BlockMemory& block_memory() { return *reinterpret_cast<BlockMemory*>(block_shared + BLOCK_MEMORY_OFFSET); }
+
+// In prompt steps tasks have the ring and the scratch memory behind it as one piece.
+constexpr int POOL_BYTES = STAGES * STAGE_BYTES + SCRATCH_BYTES;
+static_assert(TILES_OFFSET + sizeof(tiles::Control) <= BLOCK_MEMORY_OFFSET, "control fits");
 
 struct Block {
   const StepView* step;     // in shared memory, complete and constant while a task runs
@@ -59,6 +64,8 @@ struct Block {
   int thread, warp, lane;   // among the consumers
   unsigned char* scratch;   // shared memory, SCRATCH_BYTES, 128-byte aligned; free for the task, undefined at its start
   WeightRing ring;          // packed weights of the instruction, for kinds whose weights are streamed
+  unsigned char* pool;      // prompt steps: shared memory, POOL_BYTES, 1024-byte aligned; undefined at a task's start
+  tiles::Ring tiles;        // prompt steps: tiles of products, in the pool
 
   // ---- the framework's part
   const Arguments* arguments;  // null: nothing to wait for
@@ -68,11 +75,14 @@ struct Block {
 
   // Waits until the instruction's events have come; costs next to nothing if there are none. All 256 threads. If the program is being
   // stopped it returns all the same: what is computed from then on is thrown away.
-  __device__ __forceinline__ void wait() {
+  __device__ __forceinline__ void wait() { wait_from(0); }
+  // Waits for the last of them only.
+  __device__ __forceinline__ void wait_last() { wait_from(arguments == nullptr ? 0 : block_memory().records[place].instruction.wait_count - 1); }
+  __device__ __forceinline__ void wait_from(int first) {
     if (arguments == nullptr) return;
     const Record& record = block_memory().records[place];
     if (record.instruction.wait_count != 0) {
-      if (thread == 0 && !await_all(*arguments, block_memory().waits, record, step->number)) leave();
+      if (thread == 0 && !await_all(*arguments, block_memory().waits, record, first, step->number)) leave();
       sync();
     }
     arrived();
@@ -83,13 +93,13 @@ struct Block {
     ring_control().started = sequence;
     if (arguments->launch.spans != 0) block_memory().started_ns = now_ns();
   }
-  // Whether to poll once more for data that has not come; `polls` counts from 0. Any thread.
-  __device__ __forceinline__ bool may_poll(uint32_t& polls) const {
+  // Whether to poll once more for what has not come: data of this step, or the next step's plan. `polls` counts from 0. Any thread.
+  __device__ __forceinline__ bool may_poll(uint32_t& polls, bool next_step = false) const {
     constexpr uint32_t PATIENCE = 1024;  // polls between looks at the clock
     if (arguments == nullptr) return true;
     if (ring_control().stop) return false;
     if (++polls % PATIENCE != 0 || !gives_up(*arguments, block_memory().waits, polls == PATIENCE)) return true;
-    give_up(STALL_DATA);
+    next_step ? give_up(STEP_EVENT, step->number + 1) : give_up(STALL_DATA, step->number);
     return false;
   }
   // The same for a part of a message from rank `source`.
@@ -98,14 +108,17 @@ struct Block {
     if (arguments == nullptr) return true;
     if (ring_control().stop) return false;
     if (++polls % PATIENCE != 0 || !gives_up(*arguments, block_memory().waits, polls == PATIENCE)) return true;
-    give_up(STALL_DATA, 1 + source, expected, seen);
+    give_up(STALL_DATA, step->number, 1 + source, expected, seen);
     return false;
   }
-  // Leaves after this instruction, having waited in vain for `event`: STALL_*, for the rank `peer` - 1 if that is not 0. Any thread.
-  __device__ __forceinline__ void give_up(int event, int peer = 0, int64_t expected = 0, int64_t seen = 0) const {
+  // Leaves after this instruction, having waited in vain for `event` (or STALL_*), for the rank `peer` - 1 if that is not 0. Any thread.
+  __device__ __forceinline__ void give_up(int event, int64_t in_step, int peer = 0, int64_t expected = 0, int64_t seen = 0) const {
     BlockMemory& m = block_memory();
-    if (leave()) m.waits.stall = Stall{0, m.records[place].instruction.task, event, peer, expected, seen, step->number}, m.waits.gave_up = 1;
+    if (peer == 0) expected = in_step, seen = in_step - 1;
+    if (leave()) m.waits.stall = Stall{0, m.records[place].instruction.task, event, peer, expected, seen, in_step}, m.waits.gave_up = 1;
   }
+  // Whether some thread of this block said so; the same in all threads after a barrier.
+  __device__ __forceinline__ bool stopping() const { return arguments != nullptr && block_memory().leave_after != 0; }
   // Leaves at the next moment at which threads meet after an instruction, and waits for nothing until then; whether this thread is the
   // first one to say so.
   __device__ __forceinline__ bool leave() const {
@@ -114,7 +127,20 @@ struct Block {
   }
   // Barrier of the 256 consumer threads; orders their accesses to shared memory.
   __device__ __forceinline__ void sync() const { asm volatile("bar.sync %0, %1;" ::"n"(CONSUMER_BARRIER), "n"(THREADS) : "memory"); }
+  // Of the 4 warps of this thread's warp group.
+  __device__ __forceinline__ void sync_group() const { asm volatile("bar.sync %0, 128;" ::"r"(CONSUMER_BARRIER + 1 + warp / 4) : "memory"); }
 };
+
+__device__ __forceinline__ tiles::Ring tile_ring() {
+  return {reinterpret_cast<tiles::Control*>(block_shared + TILES_OFFSET), shared_address(block_shared + RING_OFFSET)};
+}
+
+// What the threads behind the consumers do for tiles: their second warp stays to load them until told to stop.
+__device__ __forceinline__ void serve_tiles(const tiles::Ring& ring, int thread) {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
+  if (thread / 32 == WARPS + 1) tiles::Loader(ring, thread % 32).work();
+}
+__device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS)); }
 
 __device__ __forceinline__ Block make_block(const Arguments& a) {
   Block b{};
@@ -122,6 +148,8 @@ __device__ __forceinline__ Block make_block(const Arguments& a) {
   b.sm = int(blockIdx.x), b.sms = int(gridDim.x);
   b.thread = int(threadIdx.x), b.warp = b.thread / 32, b.lane = b.thread % 32;
   b.scratch = block_shared + SCRATCH_OFFSET;
+  b.pool = block_shared + RING_OFFSET;
+  b.tiles = tile_ring();
   b.arguments = &a;
   return b;
 }

@@ -3,7 +3,7 @@
 // A counter only grows. In step s (from 1) a waiter needs `count * s`, so nothing is ever reset. A producer's threads write, meet at a
 // barrier, then one of them fences and adds; a waiter's first thread reads the counter with acquire order, then all meet at a barrier.
 #pragma once
-#include "mpk/layout.hpp"
+#include "mpk/context.hpp"
 #include "mpk/ptx.cuh"
 
 namespace mpk {
@@ -14,11 +14,6 @@ struct Arguments {
   Launch launch;
   Kernel kernel;
 };
-
-template <class T>
-__device__ __forceinline__ T* address(uint64_t a) {
-  return reinterpret_cast<T*>(a);
-}
 
 __device__ __forceinline__ uint64_t* counter(const Kernel& k, int event) { return address<uint64_t>(k.events + uint64_t(event) * COUNTER_STRIDE); }
 
@@ -63,10 +58,10 @@ __device__ __forceinline__ void report(const Arguments& a, const WaitState& w) {
   atomicCAS(address<int32_t>(a.kernel.stop), RESULT_DONE, RESULT_STALLED);
 }
 
-__device__ __forceinline__ bool await_all(const Arguments& a, volatile WaitState& w, const Record& r, int64_t step) {
+__device__ __forceinline__ bool await_all(const Arguments& a, volatile WaitState& w, const Record& r, int first, int64_t step) {
   const Instruction& in = r.instruction;
 #pragma unroll 1
-  for (int n = 0; n < in.wait_count; ++n) {
+  for (int n = first; n < in.wait_count; ++n) {
     const Wait wait = n < INLINE_EVENTS ? r.waits[n] : address<const Wait>(a.launch.waits)[in.wait_begin + n];
     if (!await_event(a, w, wait.event, int64_t(wait.count) * step, in.task, step)) return false;
   }

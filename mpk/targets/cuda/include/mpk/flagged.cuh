@@ -6,6 +6,8 @@
 // those any more (a step begins after all tasks of the one before), and the next step, which writes there, begins behind counters that
 // every block signals after its last clearing. The host fills both copies with EMPTY before a launch.
 //
+// Partial results of attention are an exception: they have one reader, which sets them to EMPTY after it has read them, in the same copy.
+//
 // Each word is a message of its own (32-bit accesses of one word are atomic, and relaxed ones do not race). Nothing else follows from
 // it: other data that its producer wrote is NOT visible to who has read the word.
 #pragma once
@@ -66,15 +68,25 @@ __device__ __forceinline__ uint32_t settled_4(Block& b, const void* p, uint32_t 
   return v;
 }
 
-// Several loads at once: `at(n)` is the address of v[n], where v[n] was loaded (else it is 0). What is missing is asked for together.
+// Several loads at once: `at(n)` is the address of v[n], where v[n] was loaded (else it is 0). Two pieces are polled together; of more, the
+// thread polls one until it comes and then asks for the rest, since polling everything would take as much of the L2 as weights do.
 template <int N, class At>
 __device__ __forceinline__ void settle_16(Block& b, uint4 (&v)[N], At at) {
+  constexpr int TOGETHER = 2;
   if constexpr (FLAGGED) {
     for (uint32_t polls = 0;;) {
-      bool whole = true;
+      int missing = -1;
 #pragma unroll
-      for (int n = 0; n < N; ++n) whole = whole && complete(v[n]);
-      if (whole || !b.may_poll(polls)) return;
+      for (int n = 0; n < N; ++n)
+        if (!complete(v[n])) missing = n;
+      if (missing < 0 || !b.may_poll(polls)) return;
+      if constexpr (N > TOGETHER) {
+        uint4 one = load_16(at(missing));
+        while (!complete(one) && b.may_poll(polls)) one = load_16(at(missing));
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+          if (n == missing) v[n] = one;
+      }
 #pragma unroll
       for (int n = 0; n < N; ++n)
         if (!complete(v[n])) v[n] = load_16(at(n));

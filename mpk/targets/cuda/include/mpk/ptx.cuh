@@ -43,6 +43,20 @@ __device__ __forceinline__ uint16_t load_2(const void* p) {
   asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
   return v;
 }
+// The same where `wanted`, else `v` stays; without a branch.
+__device__ __forceinline__ void load_16_if(bool wanted, const void* p, uint4& v) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];}"
+               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+               : "l"(p), "r"(uint32_t(wanted))
+               : "memory");
+}
+__device__ __forceinline__ void load_8_if(bool wanted, const void* p, uint2& v) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];}"
+               : "+r"(v.x), "+r"(v.y)
+               : "l"(p), "r"(uint32_t(wanted))
+               : "memory");
+}
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }  // what is constant
 __device__ __forceinline__ float load_float(const float* p) { return __uint_as_float(load_4(p)); }
 __device__ __forceinline__ int32_t load_int(const int32_t* p) { return int32_t(load_4(p)); }
 __device__ __forceinline__ int64_t load_long(const int64_t* p) {
@@ -76,6 +90,23 @@ __device__ __forceinline__ void store_words(uint64_t* p, uint64_t first, uint64_
 }
 __device__ __forceinline__ void store_word(uint64_t* p, uint64_t v) { asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 
+// ---- messages: 16 bytes that are seen as a whole, since one 128-bit access is one access and not four
+__device__ __forceinline__ uint4 load_message(const void* p) {
+  uint64_t a, b;
+  asm volatile("{.reg .b128 v; ld.relaxed.gpu.global.b128 v, [%2]; mov.b128 {%0,%1}, v;}" : "=l"(a), "=l"(b) : "l"(p) : "memory");
+  return {uint32_t(a), uint32_t(a >> 32), uint32_t(b), uint32_t(b >> 32)};
+}
+__device__ __forceinline__ uint4 load_message_acquire(const void* p) {
+  uint64_t a, b;
+  asm volatile("{.reg .b128 v; ld.acquire.gpu.global.b128 v, [%2]; mov.b128 {%0,%1}, v;}" : "=l"(a), "=l"(b) : "l"(p) : "memory");
+  return {uint32_t(a), uint32_t(a >> 32), uint32_t(b), uint32_t(b >> 32)};
+}
+__device__ __forceinline__ void store_message(void* p, uint4 v) {
+  asm volatile("{.reg .b64 a, b; .reg .b128 v; mov.b64 a, {%1,%2}; mov.b64 b, {%3,%4}; mov.b128 v, {a,b}; st.relaxed.gpu.global.b128 [%0], v;}" ::"l"(p),
+               "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
 // ---- events
 __device__ __forceinline__ uint64_t load_acquire(const uint64_t* p) {
   uint64_t v;
@@ -97,6 +128,9 @@ __device__ __forceinline__ void store_release(int32_t* p, int32_t v) {
 // To and from the host while the kernel runs (pinned host memory).
 __device__ __forceinline__ void store_release_system(int32_t* p, int32_t v) {
   asm volatile("st.release.sys.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+__device__ __forceinline__ void store_system(int64_t* p, int64_t v) {
+  asm volatile("st.relaxed.sys.global.s64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 __device__ __forceinline__ int32_t load_system(const int32_t* p) {
   int32_t v;
@@ -123,6 +157,16 @@ __device__ __forceinline__ uint2 shared_load_8(uint32_t p) {
 }
 __device__ __forceinline__ void shared_store_16(uint32_t p, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+// ---- copies of 16 bytes to shared memory on this thread's behalf, in groups that are waited for in their order
+__device__ __forceinline__ void copy_16(uint32_t to, const void* from, bool wanted) {  // zeros if not; `from` must be an address all the same
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N>
+__device__ __forceinline__ void await_copies() {  // all groups but the last N
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
 // ---- mbarriers and bulk copies
@@ -171,6 +215,13 @@ __device__ __forceinline__ int own_lane() {
   int lane;
   asm volatile("mov.u32 %0, %laneid;" : "=r"(lane));
   return lane;
+}
+
+// This thread's number in its block, likewise.
+__device__ __forceinline__ int own_thread() {
+  int thread;
+  asm volatile("mov.u32 %0, %tid.x;" : "=r"(thread));
+  return thread;
 }
 
 // 2^x with a relative error of some 2^-22; 0 for minus infinity.

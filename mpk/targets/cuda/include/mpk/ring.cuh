@@ -24,12 +24,14 @@ struct RingControl {
   uint64_t full[MAX_STAGES], empty[MAX_STAGES];
   volatile int shut;         // 1: inputs are on their way, so few weights may be (small messages queue behind bulk copies)
   volatile int stop;         // leave; STOP_*
+  volatile int open;         // stages may be filled: prompts, whose tasks have the same memory, are read
   volatile int started;      // Block::sequence of the last instruction whose inputs have come; for runs without pipelining
 };
 
-// Shared memory of a block: control, stages, then what block.cuh says. Addresses in it are constants of the program.
-constexpr int RING_OFFSET = 1024, RING_END = RING_OFFSET + STAGES * STAGE_BYTES;
-static_assert(sizeof(RingControl) <= RING_OFFSET, "control fits before the stages");
+// Shared memory of a block: control, control of the tiles of prompts (tiles.cuh), what block.cuh says, stages, scratch. Addresses in it are
+// constants of the program.
+constexpr int TILES_OFFSET = 512, BLOCK_MEMORY_OFFSET = 1024, RING_OFFSET = 3072, RING_END = RING_OFFSET + STAGES * STAGE_BYTES;
+static_assert(sizeof(RingControl) <= TILES_OFFSET, "control fits before the stages");
 extern __shared__ __align__(1024) unsigned char block_shared[];
 __device__ __forceinline__ RingControl& ring_control() { return *reinterpret_cast<RingControl*>(block_shared); }
 __device__ __forceinline__ uint32_t full_barrier(int stage) { return shared_address(block_shared) + offsetof(RingControl, full) + stage * 8; }
@@ -70,6 +72,8 @@ class Loader {
   // Fetches the stages of all runs [begin, end), step after step, until told to stop.
   __device__ void work(const unsigned char* weights, const LoadRun* begin, const LoadRun* end, int instructions) {
     if (begin == end) return;
+    while (!ring_control().open)
+      if (ring_control().stop) return;
     LoadRun next = *begin;
     for (int base = 2;; base += instructions + 1) {  // Block::sequence of a step's first instruction: steps count as one as well
       for (const LoadRun* run = begin; run != end; ++run) {

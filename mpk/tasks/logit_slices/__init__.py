@@ -1,0 +1,1 @@
+"""The first part of sampling, for logits that ranks have put together (GPU targets)."""

@@ -1,0 +1,55 @@
+// prompt_norm: RMS norm of the rows of a prompt step, into the form that products read.
+// Operands: x [rows][hidden] bf16, normed in chunks (mpk/tiles.cuh). Parameters: norm [hidden]. Variant: hidden, eps, shares, all_logits
+// (only rows of sequences that want all logits matter). A task takes every `shares`-th run of 8 rows, a row a warp.
+#pragma once
+#include "mpk/reduce.cuh"
+#include "mpk/tiles.cuh"
+#include "mpk/wait.cuh"
+
+namespace mpk::prompt_norm {
+
+constexpr bool waits_inside = true;
+
+template <class V>
+__device__ __forceinline__ void run(const Context& c, const Instruction& i, Block& b) {
+  constexpr int hidden = int(V::hidden), shares = int(V::shares), rounds = (hidden + 255) / 256;  // of 256 columns a warp
+  const float* norm = reinterpret_cast<const float*>(c.params + i.params);
+  wait_inputs(b);
+  for (int row = i.tile_begin * WARPS + b.warp; row < b.step->rows; row += shares * WARPS) {
+    if constexpr (V::all_logits)
+      if (!load_int(&c.sequences[load_int(c.row_slot + row)].all_logits)) continue;
+    // A lane makes 16-byte units: columns 8 q + 2 unit, + 1 of 32, q = 0 to 3. Its number is asked anew, so that weights are not kept.
+    const int lane = own_lane(), unit = lane % 4, quarter = lane / 4 * 32;
+    const bf16* from = operand<bf16>(c, i, 0) + int64_t(row) * hidden;
+    uint32_t x[rounds][4];
+    float sum = 0.0f;
+#pragma unroll
+    for (int r = 0; r < rounds; ++r)
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const int column = r * 256 + quarter + q * 8 + unit * 2;
+        x[r][q] = column < hidden ? load_4(from + column) : 0u;
+      }
+#pragma unroll
+    for (int r = 0; r < rounds; ++r)
+#pragma unroll
+      for (int q = 0; q < 4; ++q) sum += low(x[r][q]) * low(x[r][q]) + high(x[r][q]) * high(x[r][q]);
+    const float scale = rsqrtf(warp_sum(sum) * (1.0f / hidden) + float(V::eps));
+#pragma unroll
+    for (int r = 0; r < rounds; ++r) {
+      uint32_t y[4];
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const int column = r * 256 + quarter + q * 8 + unit * 2;
+        float2 g{};
+        if (column < hidden) g = __ldg(reinterpret_cast<const float2*>(norm + column));
+        y[q] = pack_bf16(low(x[r][q]) * scale * g.x, high(x[r][q]) * scale * g.y);
+      }
+      const int column = r * 256 + quarter + unit * 2;
+      if (column < (hidden + 63) / 64 * 64)
+        *reinterpret_cast<uint4*>(operand<unsigned char>(c, i, 1) + tiles::chunk_offset(row, column, c.prompt_room)) = {y[0], y[1], y[2], y[3]};
+    }
+  }
+}
+
+}  // namespace mpk::prompt_norm
