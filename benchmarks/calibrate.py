@@ -11,7 +11,9 @@ import argparse
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -29,79 +31,80 @@ FLIGHT_SHAPES = ("Llama-3.2-1B", "Llama-3.1-8B")
 STEPS, TRACED_STEPS = 32, 8
 
 
-def prepare(target: str, shape: str) -> object:
-    """Lower a shape and compile its program into the cache; returns the graph."""
+def compiler_of(target: str, tp: int):  # type: ignore[no-untyped-def]
     import mpk
+
+    return mpk.Compiler(target, tensor_parallel_size=tp, use_tuned=False)
+
+
+def prepare(target: str, shape: str, tp: int) -> None:
+    """Lower a shape and compile its program; both stay in the cache."""
+    from mpk import frontend
     from mpk.codegen.cuda_program import CudaProgramBuilder, compile_cuda_program
-    from mpk.frontend.source import LoadedModel
-    from mpk.models import registry, shapes
     from mpk.targets import hardware
 
-    config = shapes.shape(shape)
-    graph = mpk.Compiler(target).lower_model(LoadedModel(config, shapes.RandomWeights(config, registry.build_graph(config)), None, shape))
-    graph.model = None
-    plan = hardware.load(graph.target).kernel
+    plan = hardware.load(target).kernel
     assert plan is not None
-    compile_cuda_program(CudaProgramBuilder(graph), plan)
-    return graph
+    compile_cuda_program(CudaProgramBuilder(compiler_of(target, tp).lower_model(frontend.load(shape, shapes=True))), plan)
 
 
-def record(target: str, names: list[str], path: Path, limit_s: float) -> None:
-    """Measure until all is done or `limit_s` seconds are over; what there is by then is in the file."""
+def record(target: str, names: list[str], path: Path, limit_s: float, tp: int) -> None:
+    """Measure until all is done or `limit_s` seconds are over; what there is by then is in the file, behind what was in it."""
     started = time.monotonic()
-    found: list[Measurement] = []
+    found = load(path) if path.exists() else []
     with ProcessPoolExecutor(len(names)) as pool:
-        graphs = dict(zip(names, pool.map(prepare, [target] * len(names), names), strict=True))
+        list(pool.map(prepare, [target] * len(names), names, [tp] * len(names)))
     print(f"compiled after {time.monotonic() - started:.0f} s", flush=True)
     for name in names:
         try:
-            for m in measure(target, name, graphs[name], lambda: time.monotonic() - started > limit_s):
+            for m in measure(target, name, tp, lambda: time.monotonic() - started > limit_s):
                 found.append(m)
                 save(found, path)
-                print(f"{time.monotonic() - started:5.0f} s  {m.model} batch {m.batch} context {m.context} flight {m.flight}: {m.step_us:.1f} us", flush=True)
+                print(f"{time.monotonic() - started:5.0f} s  {m.model} tp {m.tp} batch {m.batch} context {m.context} flight {m.flight}: {m.step_us:.1f} us", flush=True)
         except (UserError, InternalError, RuntimeError) as error:  # the other shapes are worth measuring all the same
             print(f"{name}: {error}", flush=True)
 
 
-def measure(target: str, name: str, graph: object, late: object):  # type: ignore[no-untyped-def]
-    """Yields the measurements of one shape."""
+def measure(target: str, name: str, tp: int, late: Callable[[], bool]) -> Iterator[Measurement]:
+    """The measurements of one shape; with several devices untraced and at the target's own bytes in flight."""
+    from mpk import frontend
     from mpk.commands import decode_plan
-    from mpk.commands.trace import window
-    from mpk.models import registry, shapes
     from mpk.runtime.cuda_device import Device
-    from mpk.runtime.cuda_engine import build_cuda_engine
+    from mpk.simulate.measured import measured
+    from mpk.targets import hardware
 
-    config = shapes.shape(name)
-    engine = build_cuda_engine(graph, shapes.RandomWeights(config, registry.build_graph(config)), random_seed=1)
-    about = {"model": name, "target": target, "device": Device(0).properties().name, "commit": commit(), "date": date.today().isoformat()}
+    compiler, loaded = compiler_of(target, tp), frontend.load(name, shapes=True)
+    engine = compiler.build(compiler.lower_model(loaded))
+    graph = engine.graph
+    about = {"model": name, "target": target, "tp": tp, "options": {"flagged": hardware.load(target).flagged}, "device": Device(0).properties().name,
+             "commit": commit(), "date": date.today().isoformat()}
     rng, longest = np.random.default_rng(0), max(len(q) for q in graph.queues)
 
     def run(batch: int, context: int, steps: int, trace: bool):  # type: ignore[no-untyped-def]
         plan = decode_plan.with_mean_context(batch, context, steps, graph.max_rows)
         spans = 3 * longest * (plan.prompt_steps + steps) if trace else 0
-        instance = engine.create_instance(batch, plan.context, stall_limit_s=5.0, trace_spans=spans)
-        result = instance.generate(rng.integers(0, config.vocab_size, (batch, plan.prompt)), max_new_tokens=plan.new_tokens, stop_tokens=[])
-        times = np.diff(result.token_ms[plan.last]) * 1e3
-        return instance, plan, float(np.median(times))
+        instance = engine.create_instance(batch, plan.context, stall_limit_s=5.0, trace_spans=spans, device_ids=list(range(tp)))
+        prompts = rng.integers(0, loaded.config.vocab_size, (batch, plan.prompt))
+        result = instance.generate(prompts, max_new_tokens=plan.new_tokens, stop_tokens=[])
+        return instance, plan, float(np.median(np.diff(result.token_ms[plan.last]))) * 1e3
 
     for batch, context, traced in SETTINGS:
         if late():
             return
         step_us = run(batch, context, STEPS, False)[2]
         operators, traced_us = {}, 0.0
-        if traced:
+        if traced and tp == 1:
             instance, plan, traced_us = run(batch, context, TRACED_STEPS, True)
-            operators = operator_times(graph, window(graph, instance.spans(), plan.prompt_steps, TRACED_STEPS)[0], TRACED_STEPS)
+            operators = operator_times(measured(engine.graph, instance.spans(), plan.prompt_steps, TRACED_STEPS))
         yield Measurement(batch=batch, context=context, step_us=round(step_us, 2), operators=operators, traced_us=round(traced_us, 2), **about)
-    own = engine.plan
-    for kb in FLIGHTS if name in FLIGHT_SHAPES else ():
+    for kb in FLIGHTS if name in FLIGHT_SHAPES and tp == 1 else ():
         if late():
             return
         flight = (kb[0] * 1024, kb[1] * 1024)
-        plan = type(own)(own.architecture, own.capability, own.stage_bytes, own.stages, *flight)
-        engine.on_device(0).plan = plan
+        own = engine.on_device(0).plan
+        engine.on_device(0).plan = replace(own, flight_bytes=flight[0], flight_idle_bytes=flight[1])
         yield Measurement(batch=1, context=512, step_us=round(run(1, 512, STEPS, False)[2], 2), flight=flight, **about)
-    engine.on_device(0).plan = own
+        engine.on_device(0).plan = own
 
 
 def commit() -> str:
@@ -115,12 +118,13 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--target", default="h200")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
+    parser.add_argument("--tp", type=int, default=1, help="record: devices that share the model")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="record: start nothing new after so many seconds")
-    parser.add_argument("--hold-out", nargs="*", default=["Qwen3-1.7B"], help="fit: shapes that are predicted, not fitted")
+    parser.add_argument("--hold-out", nargs="*", default=["Qwen3-1.7B", "Qwen3-8B"], help="fit: shapes that are predicted, not fitted")
     parser.add_argument("--rounds", type=int, default=4, help="fit: steps of the least-squares solver")
     options = parser.parse_args()
     if options.what == "record":
-        record(options.target, options.shapes, options.file, options.limit_s)
+        record(options.target, options.shapes, options.file, options.limit_s, options.tp)
         return
     from mpk.simulate import calibrate
 

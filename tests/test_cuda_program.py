@@ -219,10 +219,7 @@ struct Variant {{ {constants} }};
 struct Dispatch {{
   __device__ __forceinline__ void operator()(const mpk::Context& c, const mpk::Instruction& i, mpk::Block& b) const {{ mpk::linear::run<Variant>(c, i, b); }}
 }};
-struct NoPrompts {{
-  __device__ __forceinline__ void operator()(const mpk::Context&, const mpk::Instruction&, mpk::Block&) const {{}}
-}};
-extern "C" __global__ void __launch_bounds__(mpk::BLOCK_THREADS, 1) mpk_run(const __grid_constant__ mpk::Arguments a) {{ mpk::run_program(a, Dispatch{{}}, NoPrompts{{}}); }}
+extern "C" __global__ void __launch_bounds__(mpk::BLOCK_THREADS, 1) mpk_run(const __grid_constant__ mpk::Arguments a) {{ mpk::run_program(a, Dispatch{{}}); }}
 """
     cubin = nvrtc.compile_cubin(source, cuda_source.headers(["linear"]), "sm_90a", cuda_source.OPTIONS)
     resources = cubin.resources["mpk_run"]

@@ -23,6 +23,7 @@ from mpk.runtime import state
 from mpk.runtime.engine import Engine, Program
 from mpk.runtime.instance import Instance
 from mpk.tasks.sample import reference
+from mpk.tasks.sample.options import TokenOptions
 from tests.support.toy import EOS, ToySource, toy_graph
 from tests.support.toy_engine import toy_engine, toy_kinds
 
@@ -111,7 +112,7 @@ def test_sampled_tokens_follow_the_numpy_model_and_not_the_batch(engine: Engine)
              for s, p in enumerate(PROMPTS)]
     together = engine.create_instance().generate(PROMPTS, max_new_tokens=30, seed=[0, 1, 2, 3], stop_tokens=[], **options)
     assert together.tokens == alone
-    source, o = ToySource(VOCAB), reference.SamplingOptions(**options, seed=3)
+    source, o = ToySource(VOCAB), TokenOptions(**options, seed=3)
     agree = sum(reference.choose(source.logits(PROMPTS[3] + alone[3][:i]), PROMPTS[3], alone[3][:i], o) == alone[3][i] for i in range(30))
     assert agree >= 29  # float32 against float64 at a boundary
     assert engine.create_instance(max_batch=1).generate(PROMPTS[3], max_new_tokens=30, seed=4, stop_tokens=[], **options).tokens[0] != alone[3]

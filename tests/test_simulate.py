@@ -283,3 +283,13 @@ def test_the_shards_of_a_model_are_simulated_with_their_messages() -> None:
     assert [r["speed_up"] for r in rows.values()] == sorted(r["speed_up"] for r in rows.values())
     assert rows["mega-kernel"]["activation_share"] == 0 < rows["fused, CUDA graph"]["activation_share"]
     assert rows["fused, CUDA graph"]["communication_overlap"] == 0
+
+
+def test_requests_that_stand_in_line_unequally_spread_the_ends_of_short_tasks_most() -> None:
+    def spread(stages: int) -> float:
+        machine = device(16, replace(PLAIN, spread=0.9, latency_us=0.7))
+        s = simulate(tasks([[(stages, ())]] * 16), target=machine, steps=1)
+        ends = np.array([ended(s, t) for t in range(16)])
+        return float((ends.max() - ends.min()) / ends.mean())
+
+    assert spread(20) > spread(200) > spread(2000) > 0

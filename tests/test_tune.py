@@ -20,10 +20,10 @@ from mpk.passes.verify import find_fault
 from mpk.simulate import tune
 from mpk.targets import hardware
 from mpk.targets.hardware import Target
-from tests.test_cli import refusal
+from tests.support.command import refused, run_json
 
-CONFIG = first_layers(shapes.shape("SmolLM2-135M"), 2)
-TARGET = hardware.load("h200").with_workers(24)
+CONFIG = replace(first_layers(shapes.shape("SmolLM2-135M"), 2), vocab_size=512)
+TARGET = hardware.load("h200").with_workers(12)
 GIVEN = Options(max_rows=16, max_batch=1)
 
 
@@ -45,7 +45,7 @@ def broken(config: DecoderConfig, target: Target, options: Options) -> SMTaskGra
 
 def test_a_candidate_that_the_verifier_refuses_is_never_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tune.Candidate] = []
-    ranked = tune.search(CONFIG, TARGET, GIVEN, tune.Setting(), lower_with=broken, say=seen.append)
+    ranked = tune.search(CONFIG, TARGET, GIVEN, tune.Setting(), lower_with=broken, say=seen.append, rounds=1)
     fast_but_wrong = [c for c in seen if c.options.placement == "fixed"]
     assert fast_but_wrong and all(c.latency_us is None and "wait" in c.refusal for c in fast_but_wrong)
     assert all(c.options.placement != "fixed" for c in ranked)
@@ -56,7 +56,7 @@ def test_a_candidate_that_the_verifier_refuses_is_never_chosen(monkeypatch: pyte
 
 
 def test_the_default_is_ranked_too_and_nothing_is_worse_than_it() -> None:
-    ranked = tune.search(CONFIG, TARGET, GIVEN, tune.Setting(context=2048))
+    ranked = tune.search(CONFIG, TARGET, GIVEN, tune.Setting(context=2048), rounds=1)
     times = [c.latency_us for c in ranked]
     assert times == sorted(times, key=lambda t: t or 0.0) and any(not c.changes for c in ranked)
     for c in ranked:
@@ -80,9 +80,17 @@ def test_a_default_that_is_refused_is_an_error() -> None:
         tune.search(CONFIG, TARGET, replace(GIVEN, placement="fixed"), tune.Setting(), lower_with=broken)
 
 
+def test_a_gain_that_is_only_predicted_has_to_exceed_the_error_of_predictions() -> None:
+    default, other = tune.Candidate(GIVEN, (), 100.0), tune.Candidate(GIVEN, ("x",), 98.0)
+    assert tune.choose([other, default], {}) == 1
+    assert tune.choose([replace(other, latency_us=90.0), default], {}) == 0
+    assert tune.choose([other, default], {0: 97.0, 1: 99.0}) == 0
+    assert tune.choose([replace(other, latency_us=90.0), default], {0: 101.0, 1: 99.0}) == 1
+
+
 def test_what_was_kept_is_used_by_later_builds() -> None:
     loaded = LoadedModel(CONFIG, shapes.RandomWeights(CONFIG, registry.build_graph(CONFIG)), None, "two layers")
-    compiler = mpk.Compiler("h200", workers=24, max_batch=1)
+    compiler = mpk.Compiler("h200", workers=12, max_batch=1)
     before = compiler.lower_model(loaded)
     found = replace(compiler.options, attention_splits=3, flight=(32768, 16384), tasks=(("o", 12),))
     tuned.store(CONFIG, compiler.target, found, {"why": "test"})
@@ -90,9 +98,9 @@ def test_what_was_kept_is_used_by_later_builds() -> None:
     after = compiler.lower_model(loaded)
     assert after.flight == (32768, 16384) and "tuned" in after.notes[-1] and before.flight is None
     assert sum(t.kind == "rotary_attention" for t in after.tasks) == 2 * CONFIG.num_kv_heads * 3
-    assert mpk.Compiler("h200", workers=24, max_batch=1, use_tuned=False).lower_model(loaded) == before
-    assert mpk.Compiler("h200", workers=24, max_batch=2).lower_model(loaded).flight is None  # made for another batch
-    assert mpk.Compiler("h100", workers=24, max_batch=1).lower_model(loaded).flight is None
+    assert mpk.Compiler("h200", workers=12, max_batch=1, use_tuned=False).lower_model(loaded) == before
+    assert mpk.Compiler("h200", workers=12, max_batch=2).lower_model(loaded).flight is None  # made for another batch
+    assert mpk.Compiler("h100", workers=12, max_batch=1).lower_model(loaded).flight is None
 
 
 def test_the_flight_of_a_graph_survives_its_file(tmp_path: Path) -> None:
@@ -101,16 +109,20 @@ def test_the_flight_of_a_graph_survives_its_file(tmp_path: Path) -> None:
     assert SMTaskGraph.load(str(tmp_path / "graph")).flight == (65536, 16384)
 
 
-def test_the_command_reports_against_the_default(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from mpk.commands import tune as command
-
+def test_the_command_reports_against_the_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a target of threads, where candidates are measured too."""
     config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
               "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
-    command.command(str(path), target="cpp", batch=1, context=64, max_batch=1, workers=2, dtype="bf16", measure=True, save=True, json=True)
-    report = json.loads(capsys.readouterr().out)
-    assert report["candidates"] > 5 and report["default"]["measured_us"] > 0 and report["refused"] == []
-    assert min(r["measured_us"] for r in report["ranked"]) == report["best"]["measured_us"]
+
+    def two(config: DecoderConfig, target: Target, start: Options, setting: tune.Setting, **_: object) -> list[tune.Candidate]:
+        candidates = [tune.Candidate(start), tune.Candidate(replace(start, placement="fixed"), ("placement fixed",))]
+        return [tune.evaluate(c, config, target, setting) for c in candidates]
+
+    monkeypatch.setattr(tune, "search", two)
+    report = run_json("tune", str(path), "--target", "cpp", "--context", "64", "--max-batch", "1", "--workers", "2", "--json")
+    assert [r["changes"] for r in report["ranked"]] == [[], ["placement fixed"]] and report["refused"] == []
+    assert min(r["measured_us"] for r in report["ranked"]) == report["best"]["measured_us"] > 0
     assert report["saved"] == bool(report["best"]["changes"])
-    assert "expected 33 to" in refusal("tune", str(path), "--context", "32")
+    assert "expected 33 to" in refused("tune", str(path), "--context", "32")

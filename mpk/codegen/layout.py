@@ -145,7 +145,7 @@ STRUCTS: dict[str, list[Field]] = {
         ("flight_idle_bytes", "int32_t", 1),
         ("peers", "uint64_t", MAX_RANKS),  # addresses of the peer memory of every rank
         ("pipelining", "int32_t", 1),  # 0: weights are fetched only once their instruction's events have come
-        # Of the graph that reads prompts; prompt_records 0: there is none.
+        # Of the graph that reads prompts; zeros where the program has none.
         ("prompt_planner", "int32_t", 1),  # the block that runs `prompt_advance`, and plans the first prompt step
         ("prompt_records", "uint64_t", 1),  # Record [all blocks]
         ("prompt_stream_begin", "uint64_t", 1),  # int32 [blocks + 1]

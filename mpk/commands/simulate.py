@@ -39,6 +39,10 @@ def command(
     from mpk.compiler import Compiler
 
     outputs = {"--html": html, "--png": png, "--perfetto": perfetto}
+    if png is not None:
+        from mpk.simulate.plot import require
+
+        require()
     for option, path in outputs.items():
         if path is not None:
             check_writable(option, path)
@@ -58,7 +62,9 @@ def command(
         from mpk.simulate.baseline import compare as compare_models
 
         report["comparison"] = compare_models(simulation)
-    write_timelines([simulation.timeline] if any(outputs.values()) else [], html, png, perfetto)
+    if any(outputs.values()):
+        title = f"{loaded.name} on {report['target']}, batch {batch}, context {context}" + (f", {tp} devices" if tp > 1 else "")
+        write_timelines([simulation.timeline], html, png, perfetto, title, report["floor_us"] / 1e3)
     if json:
         print_json(report)
     else:
@@ -90,13 +96,13 @@ def describe(simulation: Simulation, name: str, lower_s: float, simulate_s: floa
     return {"model": name, **report(simulation), "lower_seconds": round(lower_s, 2), "simulate_seconds": round(simulate_s, 2)}
 
 
-def write_timelines(timelines: list[Timeline], html: Path | None, png: Path | None, perfetto: Path | None) -> None:
+def write_timelines(timelines: list[Timeline], html: Path | None, png: Path | None, perfetto: Path | None, title: str, floor_ms: float) -> None:
     """Write the pictures that were asked for."""
     if html is not None:
         from mpk.simulate.page import write_page
 
         with writing("--html", html):
-            write_page(timelines, html)
+            write_page(timelines, html, title=title, floor_ms=floor_ms)
     if png is not None:
         from mpk.simulate.plot import write_png
 

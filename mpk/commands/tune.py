@@ -54,13 +54,13 @@ def command(
     measured: dict[int, float] = {}
     if measure and hardware.runs_here(compiler.target):
         measured = {i: _measured_us(compiler, loaded, c, batch, context) for i, c in enumerate(ranked)}
-    order = sorted(range(len(ranked)), key=lambda i: (measured.get(i, 0.0), ranked[i].latency_us or 0.0))
-    best = ranked[order[0]]
+    place = tune.choose(ranked, measured)
+    best = ranked[place]
     rows = [_row(c, measured.get(i)) for i, c in enumerate(ranked)]
     default = next(r for r in rows if not r["changes"])
     report: dict[str, Any] = {
         "model": loaded.name, "target": compiler.target.name, "batch": batch, "context": context, "max_batch": max_batch, "candidates": len(seen),
-        "refused": [{"changes": list(c.changes), "why": c.refusal} for c in seen if c.refusal], "ranked": rows, "best": rows[order[0]], "default": default,
+        "refused": [{"changes": list(c.changes), "why": c.refusal} for c in seen if c.refusal], "ranked": rows, "best": rows[place], "default": default,
         "search_seconds": round(searched, 1), "date": date.today().isoformat(), "saved": bool(save and best.changes)}
     if report["saved"]:
         tuned.store(loaded.config, compiler.target, best.options, {k: report[k] for k in ("model", "target", "batch", "context", "best", "default", "date")})
@@ -104,3 +104,5 @@ def _print(report: dict[str, Any]) -> None:
         print(f"  {row['simulated_us']:9.1f} us simulated ({default['simulated_us'] / row['simulated_us']:.3f} x){measured}  {', '.join(row['changes']) or 'default'}")
     state = "kept for later builds" if report["saved"] else "nothing kept" if report["best"]["changes"] else "the default stays"
     print(f"best: {', '.join(report['best']['changes']) or 'default'}; {state}")
+    if not report["best"]["changes"] and report["ranked"][0]["changes"] and default["measured_us"] is None:
+        print("a gain that is only predicted has to exceed the error of predictions, 4 %, to be taken without a measurement")

@@ -14,7 +14,7 @@ from mpk.errors import InternalError
 from mpk.graph.sm_task_graph import Buffer, MachineLimits, SMTaskGraph
 from mpk.graph.tensor_graph import TensorGraph
 from mpk.targets.hardware import Target
-from mpk.tasks.base import kind_of
+from mpk.tasks.base import kind_of, load_kinds
 
 ELEMENT_BYTES = {"f32": 4, "bf16": 2}
 
@@ -74,8 +74,8 @@ def run(graph: TensorGraph, target: Target, options: Options) -> SMTaskGraph:
 def leader_of(graph: TensorGraph, index: int) -> int | None:
     """The operator with whose tasks those of operator `index` go, range by range (see `TaskKind.follows`), or None."""
     op = graph.operators[index]
-    kind = kind_of(op)
-    if not kind.follows:
+    kind = load_kinds().get(op.kind)  # none: tiles that a user of the simulator made up
+    if kind is None or not kind.follows:
         return None
     buffer = kind.buffers(op, graph)[kind.follows]
     leader = next(i for i in range(index - 1, -1, -1) if buffer in graph.operators[i].outputs)

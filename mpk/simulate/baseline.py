@@ -112,6 +112,12 @@ class _Plain:
             columns = max((self._columns(n) for n in (*op.inputs, *op.outputs)), default=1)
             tiles = 1 if op.kind == "advance" else max(1, columns // ELEMENTWISE_COLUMNS)
             self._emit(op, op.kind, {}, tiles, lambda b, e: ((), ()), lambda b, e: Cost())
+            if op.kind == "embedding" and self.devices > 1:  # every device holds a part of the vocabulary
+                self._collective(op)
+
+    def _collective(self, op: Operator) -> None:
+        summed = replace(op, name=f"{op.name}.sum", inputs=op.outputs, weights={})
+        self._emit(summed, COLLECTIVE, {}, 1, lambda b, e: ((), ()), lambda b, e: Cost())
 
     def _columns(self, value: str) -> int:
         """Of one device's part of a value: heads and the inside of the MLP are shared out, the residual stream is whole."""
@@ -131,7 +137,7 @@ class _Plain:
         self._emit(op, "linear", {"n": n, "k": k}, -(-n // TILE_ROWS), lambda b, e: ((), ()),
                    lambda b, e: Cost((e - b) * TILE_ROWS * k * self.element, 0, 2 * (e - b) * TILE_ROWS * k))
         if self.devices > 1 and (inside or op.layer < 0):
-            self._emit(replace(op, name=f"{op.name}.sum", inputs=op.outputs, weights={}), COLLECTIVE, {}, 1, lambda b, e: ((), ()), lambda b, e: Cost())
+            self._collective(op)
 
     def _attention(self, op: Operator) -> None:
         c = self.model.config

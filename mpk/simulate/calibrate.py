@@ -27,8 +27,8 @@ from mpk.simulate.report import operator_name
 from mpk.simulate.work import Step
 from mpk.targets import hardware
 
-STEP_WEIGHT, RUN_WEIGHT, WAIT_WEIGHT, PULL = 10.0, 2.0, 0.5, 0.02
-WORKER_FIELDS = ("event_us", "fence_us", "fence_drains", "step_us", "queue_share", "latency_us", "window_kb", "memory_share")
+STEP_WEIGHT, RUN_WEIGHT, WAIT_WEIGHT, PULL = 10.0, 4.0, 0.5, 0.02
+WORKER_FIELDS = ("event_us", "flag_us", "fence_us", "fence_drains", "step_us", "queue_share", "latency_us", "load_gb_s", "memory_share", "spread")
 STREAMED_FIELDS = ("start", "start_kb", "stage", "level", "group", "end")  # of a kind whose weights go through the ring
 FEW_LAYERS = 2
 LEAST = 1e-3  # of a parameter, so that steps in proportion to it can leave zero

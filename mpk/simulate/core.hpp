@@ -6,8 +6,8 @@
 // does: at most `stages` unreleased, at most `idle_flight` bytes on their way, or `flight` while a product has its input.
 //
 // Device memory is one server that serves requests in the order of their issue; since every worker has a bounded number of bytes on
-// their way, that shares bandwidth equally among those who ask. `share[w]` scales how long worker w stands in that line: SMs do not
-// get equal shares.
+// their way, that shares bandwidth equally among those who ask. SMs do not get equal shares: `share[w]` scales how long worker w stands in
+// that line, and each single request stands there up to `spread` longer or shorter (by a generator of the worker's own, always the same).
 //
 // Events are counters (a release by the producer, which waits for its own copies, then a poller that sees it), or data that is its own flag:
 // that is seen without a release, and by other devices once the link has brought it. Devices are alike and run alike, so one is simulated: what
@@ -40,7 +40,7 @@ struct Task {
 };
 
 struct Machine {
-  double memory_ps_per_byte, port_ps_per_byte, link_ps_per_byte, queue_share, fence_drains;
+  double memory_ps_per_byte, port_ps_per_byte, load_ps_per_byte, link_ps_per_byte, queue_share, fence_drains, spread;
   Time memory_latency, issue, event, flag, poll, fence, step, link_latency;
   int32_t workers, events, waits, tasks, steps, step_event;
   int32_t ring_stages, flight, idle_flight, window, pipelining, unused;
@@ -60,6 +60,7 @@ class Simulator {
             const int32_t* via, const double* share, Record* records)
       : m_(m), tasks_(tasks), begin_(begin), waits_(waits), signals_(signals), threshold_(threshold), via_(via), share_(share),
         records_(records), workers_(m.workers), count_(m.events, 0), reached_(m.events, 0), reached_time_(m.events, 0), cause_(m.events, -1), waiting_(m.events) {
+    for (int w = 0; w < m.workers; ++w) workers_[w].random = uint32_t(w) * 2654435761u;
     for (int w = 0; w < m.workers; ++w)
       for (int t = begin[w]; t < begin[w + 1]; ++t)
         if (tasks[t].stages > 0) workers_[w].loads.push_back(t);
@@ -108,6 +109,7 @@ class Simulator {
     int32_t unseen = 0;  // events that have not come
     Time ready = 0, chunk_last = 0;
     bool polls = false;
+    uint32_t random = 0;
   };
 
   Record& record(const Worker& k) { return records_[int64_t(k.step) * m_.tasks + k.task]; }
@@ -135,7 +137,10 @@ class Simulator {
   // ---- device memory
   Time request(int w, Time t, int bytes) {
     memory_free_ = std::max(memory_free_, t) + Time(bytes * m_.memory_ps_per_byte + 0.5);
-    return t + m_.memory_latency + Time(double(memory_free_ - t) * share_[w]);
+    uint32_t& state = workers_[w].random;
+    state = state * 1664525u + 1013904223u;  // the linear congruential generator of Numerical Recipes
+    const double share = share_[w] * (1 + m_.spread * (double(state >> 8) / (1 << 23) - 1));
+    return t + m_.memory_latency + Time(double(memory_free_ - t) * std::max(0.0, share));
   }
   // How much later a small message arrives because it stands behind bulk copies.
   Time queueing(Time t) const { return memory_free_ > t ? Time(double(memory_free_ - t) * m_.queue_share) : 0; }
@@ -271,7 +276,7 @@ class Simulator {
         return;
       }
       k.chunk_last = std::max(k.chunk_last, request(w, t, task.chunk_bytes));
-      k.port_free = t + Time(task.chunk_bytes * m_.port_ps_per_byte + 0.5);
+      k.port_free = t + Time(task.chunk_bytes * m_.load_ps_per_byte + 0.5);
       push(k.chunk_last, kChunkArrives, w);
       Record& r = record(k);
       if (k.chunks_issued++ == 0) r.load_begun = t;

@@ -56,9 +56,11 @@ class WorkerCost:
 
     `event_us`: from a signal to a waiter that polls; `flag_us`: the same for data that is its own flag; `poll_us`: to see an event that has come. `fence_us`: a release of a quiet worker;
     `fence_drains`: share of the time until the worker's own copies on their way have come that it waits at least. `step_us`: to read a step's plan. `latency_us`: of device
-    memory without queueing. `issue_us`, `port_gb_s`: the loader asks for a stage every issue_us + bytes / port_gb_s. `queue_share`: part
+    memory without queueing. `issue_us`, `port_gb_s`: the loader asks for a stage every issue_us + bytes / port_gb_s;
+    `load_gb_s`: a consumer asks for what it loads itself at this rate (0: at the loader's). `queue_share`: part
     of the queue for device memory in which an activation stands too. `memory_share`: of the target's bandwidth that a program reaches. `window_kb`: most that a consumer has on its way itself.
-    `shares`: quantiles over workers of how long they stand in the queue, mean 1.
+    `shares`: quantiles over workers of how long they stand in the queue, mean 1; `spread`: each single request up to this part longer or
+    shorter.
     """
 
     event_us: float
@@ -70,9 +72,11 @@ class WorkerCost:
     latency_us: float = 0.0
     issue_us: float = 0.0
     port_gb_s: float = 0.0
+    load_gb_s: float = 0.0
     queue_share: float = 0.0
     memory_share: float = 1.0
     window_kb: float = 64.0
+    spread: float = 0.0
     shares: tuple[float, ...] = (1.0,)
 
 

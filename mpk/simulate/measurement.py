@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpk.errors import RequestError
-
-if TYPE_CHECKING:
-    from mpk.graph.sm_task_graph import SMTaskGraph
+from mpk.simulate.timeline import CONSUMER, RUN, Timeline
 
 QUANTILES = (0.1, 0.5, 0.9)
 
@@ -51,22 +49,22 @@ class Measurement:
     date: str = ""
 
 
-def operator_times(graph: SMTaskGraph, spans: list[np.ndarray], steps: int) -> dict[str, OperatorTimes]:
-    """Summary of the spans (Span arrays, one a worker) of `steps` whole steps, by operator without its layer."""
+def operator_times(timeline: Timeline) -> dict[str, OperatorTimes]:
+    """Summary of the consumers' spans of whole steps, by operator without its layer."""
     from mpk.simulate.report import operator_name
 
-    names = [operator_name(graph, t.id) for t in graph.tasks]
+    names = [operator_name(timeline.graph, t.id) for t in timeline.graph.tasks]
     order = list(dict.fromkeys(names))
     number = np.array([order.index(n) for n in names])
-    rows = np.concatenate(spans)
+    rows = timeline.spans[timeline.spans["role"] == CONSUMER]
     took = (rows["end_ns"] - rows["begin_ns"]) / 1e3
-    op, ran = number[rows["task"]], rows["phase"] == 0
+    op, ran = number[rows["task"]], rows["phase"] == RUN
     out = {}
     for i, name in enumerate(order):
         runs = took[(op == i) & ran]
         if len(runs):
             quantiles = tuple(round(float(q), 3) for q in np.quantile(runs, QUANTILES))
-            out[name] = OperatorTimes(round(len(runs) / steps), round(float(runs.mean()), 3),
+            out[name] = OperatorTimes(round(len(runs) / timeline.steps), round(float(runs.mean()), 3),
                                       round(float(took[(op == i) & ~ran].sum() / len(runs)), 3), quantiles)
     return out
 

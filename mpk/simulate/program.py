@@ -22,7 +22,7 @@ PS = 1_000_000  # picoseconds of a microsecond
 TASK = np.dtype([*((n, np.int64) for n in ("earliest", "before", "start", "stage", "group", "end", "chunk", "link_bytes")),
                  *((n, np.int32) for n in ("stages", "stage_bytes", "group_stages", "chunks", "chunk_bytes", "flags", "wait_begin", "wait_count",
                                            "signal_begin", "signal_count", "source", "unused"))])
-MACHINE = np.dtype([*((n, np.float64) for n in ("memory_ps_per_byte", "port_ps_per_byte", "link_ps_per_byte", "queue_share", "fence_drains")),
+MACHINE = np.dtype([*((n, np.float64) for n in ("memory_ps_per_byte", "port_ps_per_byte", "load_ps_per_byte", "link_ps_per_byte", "queue_share", "fence_drains", "spread")),
                     *((n, np.int64) for n in ("memory_latency", "issue", "event", "flag", "poll", "fence", "step", "link_latency")),
                     *((n, np.int32) for n in ("workers", "events", "waits", "tasks", "steps", "step_event", "ring_stages", "flight", "idle_flight",
                                               "window", "pipelining", "unused"))])
@@ -152,7 +152,8 @@ def _machine(graph: SMTaskGraph, machine: Machine, waits: int, steps: int, pipel
     m = np.zeros(1, MACHINE)
     values: dict[str, float] = {
         "memory_ps_per_byte": 1e3 / (machine.bandwidth_gb_s * worker.memory_share), "port_ps_per_byte": 1e3 / worker.port_gb_s,
-        "link_ps_per_byte": 1e3 / machine.link.bandwidth_gb_s if machine.link.bandwidth_gb_s else 0.0, "queue_share": worker.queue_share,
+        "load_ps_per_byte": 1e3 / (worker.load_gb_s or worker.port_gb_s),
+        "link_ps_per_byte": 1e3 / machine.link.bandwidth_gb_s if machine.link.bandwidth_gb_s else 0.0, "queue_share": worker.queue_share, "spread": worker.spread,
         "memory_latency": worker.latency_us * PS, "issue": worker.issue_us * PS, "event": worker.event_us * PS, "flag": worker.flag_us * PS, "poll": worker.poll_us * PS,
         "fence": worker.fence_us * PS, "step": worker.step_us * PS, "link_latency": machine.link.latency_us * PS,
         "workers": graph.num_workers, "events": len(graph.events), "waits": waits, "tasks": len(graph.tasks), "steps": steps,

@@ -7,7 +7,7 @@ candidate that the verifier refuses is dropped, whatever the simulator says abou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from mpk.targets.hardware import Target
 
 SEARCHED_LAYERS = 4
 ROUNDS = 2
+PREDICTION_ERROR = 0.04  # of held-out shapes in the mean (docs/simulation.md)
 WORTH = 0.002  # a gain below this is not worth a choice that differs from the default
 FLIGHT_KB = ((32, 16), (48, 32), (64, 32), (64, 48), (96, 48), (96, 64), (128, 64))
 SPLIT_OPERATORS = ("qkv", "o", "gate_up", "down", "combine", "logits", "embed")
@@ -87,7 +88,7 @@ def choices(config: DecoderConfig, target: Target, base: Options) -> Iterator[li
 
 
 def search(config: DecoderConfig, target: Target, start: Options, setting: Setting, *, lower_with: Lower = lower,
-           say: Callable[[Candidate], None] = lambda c: None) -> list[Candidate]:
+           say: Callable[[Candidate], None] = lambda c: None, rounds: int = ROUNDS) -> list[Candidate]:
     """Candidates for the whole model, best first, the default among them; only those that the verifier lets pass.
 
     Raises `GraphError` if not even the default passes. `say` is called with every candidate of the search.
@@ -97,7 +98,7 @@ def search(config: DecoderConfig, target: Target, start: Options, setting: Setti
     if best.latency_us is None:
         raise GraphError("the default schedule", actual=best.refusal)
     kept = [best]
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         before = best
         for values in choices(config, target, best.options):
             for name, change in values:
@@ -111,6 +112,16 @@ def search(config: DecoderConfig, target: Target, start: Options, setting: Setti
     whole = [evaluate(replace(c, latency_us=None), config, target, setting, lower_with) for c in finalists(kept)]
     passed = [c for c in whole if c.latency_us is not None]
     return sorted(passed, key=lambda c: c.latency_us or 0.0)
+
+
+def choose(ranked: Sequence[Candidate], measured: Mapping[int, float]) -> int:
+    """Place of the winner: the fastest measured (`measured`: microseconds by place); without measurements the fastest simulated, if its gain
+    over the default is beyond the error of predictions, else the default."""
+    if measured:
+        return min(measured, key=lambda i: measured[i])
+    default = next(i for i, c in enumerate(ranked) if not c.changes)
+    best, usual = ranked[0].latency_us or 0.0, ranked[default].latency_us or 0.0
+    return 0 if best < usual * (1 - PREDICTION_ERROR) else default
 
 
 def finalists(kept: Sequence[Candidate], most: int = 3) -> list[Candidate]:

@@ -67,12 +67,13 @@ def check(name: str, alone: bool) -> str:
     vocab = model.config.vocab_size
     rng = np.random.default_rng(7)
     out = []
-    half_model = None
-    for batch, length in ((1, 70), (2, 333), (3, 128)):
-        tokens = rng.integers(0, vocab, (batch, length))
+    batches = [rng.integers(0, vocab, shape) for shape in ((1, 70), (2, 333), (3, 128))]
+    with torch.no_grad():
+        references = [model(torch.tensor(tokens)).logits.numpy() for tokens in batches]
+    half_model = model.to("cuda", torch.bfloat16)  # in place, and it rounds the rotary frequencies: no reference can be had from it afterwards
+    for tokens, exact in zip(batches, references, strict=True):
+        batch, length = tokens.shape
         with torch.no_grad():
-            exact = model.float().cpu()(torch.tensor(tokens)).logits.numpy()
-            half_model = model.to("cuda", torch.bfloat16)
             half = half_model(torch.tensor(tokens, device="cuda")).logits.float().cpu().numpy()
         ours = instance.forward(tokens)
         torchs, mine = relative_error(half, exact), relative_error(ours, exact)

@@ -94,6 +94,12 @@ __device__ __forceinline__ void end_task(const Arguments& a, const Record& recor
   trace(a.launch, record.instruction.task, 0, m.started_ns, ended);
 }
 
+// Of programs without a graph that reads prompts. (READS: whether there is one.)
+struct NoPrompts {
+  static constexpr bool READS = false;
+  __device__ __forceinline__ void operator()(const Context&, const Instruction&, Block&) const {}
+};
+
 // What the present prompt step computes, into shared memory; false: there is none.
 __device__ __forceinline__ bool read_prompt_step(const Context& c, int thread, StepView& out) {
   constexpr int WORDS = sizeof(Segment) / 4;
@@ -179,7 +185,8 @@ template <class Dispatch, class PromptDispatch>
 __device__ __forceinline__ void consume(const Arguments& a, Dispatch dispatch, PromptDispatch prompt_dispatch) {
   BlockMemory& m = block_memory();
   const Context c = make_context(a);
-  bool left = a.kernel.prompt_records != 0 && !read_prompts(a, c, prompt_dispatch);
+  bool left = false;
+  if constexpr (PromptDispatch::READS) left = !read_prompts(a, c, prompt_dispatch);
   Block b = make_block(a);
   const bool plans = b.sm == a.kernel.planner, fetches = b.warp == 1;
   if (b.thread == 0) {
@@ -220,8 +227,8 @@ __device__ __forceinline__ void consume(const Arguments& a, Dispatch dispatch, P
   }
 }
 
-template <class Dispatch, class PromptDispatch>
-__device__ __forceinline__ void run_program(const Arguments& a, Dispatch dispatch, PromptDispatch prompt_dispatch) {
+template <class Dispatch, class PromptDispatch = NoPrompts>
+__device__ __forceinline__ void run_program(const Arguments& a, Dispatch dispatch, PromptDispatch prompt_dispatch = {}) {
   const int thread = int(threadIdx.x), block = int(blockIdx.x);
   if (thread == 0) {
     for (int s = 0; s < STAGES; ++s) {
@@ -239,10 +246,11 @@ __device__ __forceinline__ void run_program(const Arguments& a, Dispatch dispatc
   }
   __syncthreads();
   const int count = block_memory().count;
-  if (count == 0 && a.kernel.prompt_records == 0) return;  // nothing orders the end of a step behind a block without tasks, so it may not read the step
+  if (count == 0 && !PromptDispatch::READS) return;  // nothing orders the end of a step behind a block without tasks, so it may not read the step
   if (thread >= THREADS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
-    if (thread / 32 == WARPS + 1 && a.kernel.prompt_records != 0) return tiles::Loader(tile_ring(), thread % 32).work();
+    if constexpr (PromptDispatch::READS)
+      if (thread / 32 == WARPS + 1) return tiles::Loader(tile_ring(), thread % 32).work();
     if (thread > THREADS) return;
     const auto* load_begin = address<const int32_t>(a.kernel.load_begin);
     const auto* loads = address<const LoadRun>(a.kernel.loads);
