@@ -18,7 +18,7 @@ FIRST, LOGITS = 1 << 16, 1 << 17  # of step.cuh
 class Planning:
     """A batch whose steps the device plans, beside a model of it."""
 
-    def __init__(self, lengths: tuple[int, ...], new: tuple[int, ...], max_rows: int, pages: int, all_logits: tuple[int, ...] = ()) -> None:
+    def __init__(self, lengths: tuple[int, ...], new: tuple[int, ...], max_rows: int, pages: int, all_logits: tuple[int, ...] = (), agreed: int | None = None) -> None:
         self.batch, self.max_rows, self.context = len(lengths), max_rows, max(a + b for a, b in zip(lengths, new, strict=True))
         self.model = [PlannedSequence(n, all_logits=i in all_logits) for i, n in enumerate(lengths)]
         self.limits = [a + b for a, b in zip(lengths, new, strict=True)]
@@ -39,6 +39,10 @@ class Planning:
         self.m.put("messages", np.zeros((16, 4), np.uint32))
         self.m.buffers(choice=np.zeros((self.batch, MESSAGE_COLUMNS), np.int32), tops=np.zeros((16, PARTS * MESSAGE_COLUMNS), np.float32),
                        logits=np.zeros((16, VOCAB), np.float32))
+        self.operands: tuple[str, ...] = ("choice", "tops", "logits")
+        if agreed is not None:  # ranks share the model
+            self.m.buffers(("agreed",), 0, **{name: self.m.arrays[name] for name in self.operands}, agreed=np.full((1, 1), agreed, np.int32))
+            self.operands = (*self.operands, "agreed")
         self.number = 0
         self.logit_slots: list[int] = []  # of the rows of logits of the step that was planned last
         self.segments: list[tuple[int, int, int, int]] = []
@@ -55,7 +59,7 @@ class Planning:
             tops[row, 3] = value.view(np.uint32), np.uint32(max(choice[slot], 0)), 0, self.number
         self.m.memory["arena"].upload(tops, self.m.offsets["tops"])
         self.m.launch["special_rows"] = sum((1 << row for row, slot in enumerate(self.logit_slots) if self.model[slot].all_logits), 0)
-        self.m.run("advance", {"vocab": VOCAB, "parts": PARTS, "slice": VOCAB // PARTS}, ("choice", "tops", "logits"), [(0, 1)])
+        self.m.run("advance", {"vocab": VOCAB, "parts": PARTS, "slice": VOCAB // PARTS}, self.operands, [(0, 1)])
         step, messages = self.m.get("step")[0], self.m.get("messages")
         self.number += 1
         about = messages[:, 3]
@@ -124,6 +128,18 @@ def test_sequences_end_by_stop_token_error_and_cancelling() -> None:
     assert run.advance(np.array([6, 0, 0, 0])) == ([], [])
     assert names[int(run.m.get("sequences")["finish"][0])] == "cancelled"
     assert sorted(run.m.get("free_pages")[: run.m.get("free_page_count")[0]].tolist()) == list(range(64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("agreed", [0, 1])
+def test_ranks_end_by_what_they_agree_on_and_not_by_what_each_sees(agreed: int) -> None:
+    run = Planning((3,), (9,), 16, pages=64, agreed=agreed)
+    run.m.memory["cancel"].upload(np.full(1, 1 - agreed, np.int32))
+    segments, _ = run.advance(np.array([-1]))
+    assert segments == [(0, 0, 3, 0)], "step 0 is nobody's to cancel"
+    segments, _ = run.advance(np.array([5]))
+    assert segments == ([] if agreed else [(0, 0, 1, 3)])
+    assert run.m.get("sequences")["finish"].tolist() == [layout.FINISH["cancelled" if agreed else "running"]]
 
 
 @pytest.mark.gpu

@@ -42,7 +42,9 @@ def kernel_per_operator(graph: SMTaskGraph, machine: Machine, step: Step, launch
     kinds = tuple(replace(k, prefetches=False) for k in machine.kinds if k.name not in COLLECTIVES)
     split = replace(machine, worker=worker, kinds=(*kinds, *(KindCost(name, end=costs.collective_us) for name in COLLECTIVES)))
     program = build(barriers, split, step, STEPS, pipelining=False, spilling=True)
-    program.tasks["link_bytes"], program.tasks["source"] = 0, -1  # the library's call has it all in its time
+    called = np.array([t.kind in COLLECTIVES for t in barriers.tasks])[program.ids]
+    program.tasks["link_bytes"], program.tasks["source"] = 0, -1
+    program.tasks["chunks"][called] = 0  # the library's call has it all in its time
     if launch == "eager":  # the host runs ahead within a step, and waits for the token at its end
         ops = np.array([t.op for t in barriers.tasks])[program.ids]
         program.tasks["earliest"] = ((np.searchsorted(np.unique(ops), ops) + 1) * costs.eager_us * PS).astype(np.int64)

@@ -137,6 +137,18 @@ def table(graph: SMTaskGraph, target: Target, step: Step, spilling: bool) -> np.
 
 
 def activation_bytes(graph: SMTaskGraph, op: Operator, batch: int) -> int:
-    """Bytes of the activations that an operator reads and writes."""
-    buffers = [graph.buffers[name] for name in (*op.inputs, *op.outputs) if name in graph.buffers]
+    """Bytes of the activations that an operator reads and writes in a greedy step."""
+    buffers = [graph.buffers[name] for name in _touched(graph, op) if name in graph.buffers]
     return sum(b.row_bytes * (1 if b.rows == "step" else batch) for b in buffers if b.kind == "activation")
+
+
+def _touched(graph: SMTaskGraph, op: Operator) -> list[str]:
+    """Names of what a greedy step touches: logits after penalties are not made, and what comes after the slices of the vocabulary looks at what these
+    left, not at rows of logits."""
+    names = [n for n in (*op.inputs, *op.outputs) if n in graph.buffers]  # twice what is updated in place: it is read and written
+    if "parts" not in op.attrs:
+        return names
+    widest = max(graph.buffers[n].columns for n in names)
+    rows_of_logits = [n for n in names if graph.buffers[n].columns == widest]
+    kept = rows_of_logits[:1] if op.kind not in ("sample", "advance") else []
+    return [n for n in names if n not in rows_of_logits or n in kept]

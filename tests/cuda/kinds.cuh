@@ -10,6 +10,7 @@ struct TestLaunch {
   uint64_t times;         // int64 [repeats][blocks] nanoseconds, or 0
   uint64_t arrivals;      // uint64, zeroed: the barrier between repetitions
   uint64_t places;        // of kinds of prompt steps
+  uint64_t stages;        // int64 [blocks]: in emulation, where each block's stages begin among the weights; 0: where its instruction says
   uint64_t peers;         // uint64 [ranks]: addresses of peer memory
   int32_t max_batch, max_rows, max_context, max_pages, num_pages, opcode, repeats, layers, previous_rows, drawn_rows, special_rows, rank, prompt_room;
   uint32_t flag_base;

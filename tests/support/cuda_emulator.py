@@ -24,7 +24,8 @@ extern "C" __attribute__((visibility("default"))) int run_blocks(const TestLaunc
   emulation::blocks = blocks, emulation::body = [] { run_kind(the_launch); };
   for (emulation::block = 0; emulation::block < blocks; ++emulation::block) {
     const auto& instruction = reinterpret_cast<const mpk::Instruction*>(launch->instructions)[emulation::block];
-    emulation::stages = reinterpret_cast<const unsigned char*>(launch->weights) + instruction.weights + instruction.iargs[1];
+    const auto* places = reinterpret_cast<const int64_t*>(launch->stages);
+    emulation::stages = reinterpret_cast<const unsigned char*>(launch->weights) + (places != nullptr ? places[emulation::block] : instruction.weights);
     if (!emulation::run_block()) return 1;
   }
   return 0;

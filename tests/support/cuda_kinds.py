@@ -32,7 +32,7 @@ POINTERS = ("weights", "params", "arena", "kv", "step", "segments", "row_token",
 SIZES = ("max_batch", "max_rows", "max_context", "max_pages", "num_pages", "opcode", "repeats", "layers", "previous_rows", "drawn_rows", "special_rows",
          "rank", "prompt_room")
 LAUNCH = np.dtype([*((n, "<u8") for n in POINTERS), ("logits_out_positions", "<i8"), ("flagged_stride", "<i8"), ("instructions", "<u8"), ("times", "<u8"),
-                   ("arrivals", "<u8"), ("places", "<u8"), ("peers", "<u8"), *((n, "<i4") for n in SIZES), ("flag_base", "<u4")], align=True)
+                   ("arrivals", "<u8"), ("places", "<u8"), ("stages", "<u8"), ("peers", "<u8"), *((n, "<i4") for n in SIZES), ("flag_base", "<u4")], align=True)
 
 
 def source_of(kind: str, constants: Mapping[str, Scalar]) -> str:
@@ -87,8 +87,8 @@ def device() -> Any:
 
 
 @functools.cache
-def _function(kind: str, constants: tuple[tuple[str, Scalar], ...]) -> Any:
-    if EMULATE:
+def _function(kind: str, constants: tuple[tuple[str, Scalar], ...], emulated: bool) -> Any:
+    if emulated:
         return library(source_of(kind, dict(constants)), kind)
     return device().function(device().load(_compiled(kind, constants).image), "run_kind", shared_bytes(kind))
 
@@ -162,7 +162,8 @@ class Machine:
             layers: int = 1, iargs: tuple[int, int] = (0, 0)) -> np.ndarray:
         """Run tiles ranges[b] on block b; returns nanoseconds [repeats, blocks] of the body on each block."""
         threads = BLOCK_THREADS if kind.startswith("prompt_") else THREADS
-        return self._launch(_function(kind, tuple(constants.items())), operands, list(ranges), repeats, layers, iargs=iargs, threads=threads,
+        function = _function(kind, tuple(constants.items()), isinstance(self.device, EmulatedDevice))
+        return self._launch(function, operands, list(ranges), repeats, layers, iargs=iargs, threads=threads,
                             shared=shared_bytes(kind))
 
     def run_library(self, library: Any, operands: Sequence[str], ranges: Sequence[tuple[int, int]], weights: Sequence[int], gathered: int = 0) -> None:
@@ -177,8 +178,10 @@ class Machine:
         instructions["operand"], instructions["iargs"] = -1, iargs
         for slot, name in enumerate(operands):
             instructions["operand"][:, slot] = self.offsets.get(name, -1)
+        stages = np.array(weights, np.int64) + gathered
         if gathered:
-            instructions["iargs"] = [(1, gathered + begin) for begin in weights]
+            instructions["iargs"] = 1, 0
+            self.launch["stages"] = stages.ctypes.data
         elif weights:
             instructions["weights"] = weights
         instructions["tile_begin"], instructions["tile_end"] = [r[0] for r in ranges], [r[1] for r in ranges]

@@ -85,7 +85,7 @@ class EmulatedProgram:
         return cuda_emulator.library("\n".join(lines) + "\n" + (SOURCES / "kinds.cuh").read_text(), *kinds)
 
     def packed(self, source: WeightSource) -> tuple[np.ndarray, dict[int, int]]:
-        """All matrices as the emulated ring takes them, and by task where its own begin."""
+        """The embedding's rows and all matrices as the emulated ring takes them, and by task where its own begin."""
         parts: list[np.ndarray] = []
         places: dict[int, int] = {}
         at = 0
@@ -94,7 +94,7 @@ class EmulatedProgram:
             if form == "rows":
                 matrix = np.zeros(matrix_shape(op, self.graph), np.uint16)
                 fill_rows(op, source, 0, len(matrix), matrix)
-                places |= dict.fromkeys((t.id for t in self.by_op[index]), at)
+                self.embedding = at
                 parts.append(matrix.reshape(-1).view(np.uint8))
                 at += parts[-1].nbytes
             for task in self.by_op[index] if form == "stages" else ():
@@ -117,9 +117,9 @@ class EmulatedProgram:
             tasks = self.by_op[index]
             for rank in self.ranks:
                 instructions = np.array([self.instructions[t.id] for t in tasks], layout.dtype("Instruction"))
-                for row, task in enumerate(tasks):
-                    instructions[row]["weights"] = rank.places.get(task.id, 0)
-                for name, array in {**arrays, "instructions": instructions}.items():
+                instructions["weights"] = self.embedding  # for `embed`, and for products that read their input there
+                stages = np.array([rank.places.get(t.id, 0) for t in tasks], np.int64)
+                for name, array in {**arrays, "instructions": instructions, "stages": stages}.items():
                     rank.launch[name] = array.ctypes.data
                 rank.launch["opcode"], rank.launch["previous_rows"] = self.builder.opcodes[index], self.previous_rows
                 cuda_emulator.EmulatedDevice().launch(self.library, len(tasks), THREADS, SCRATCH_BYTES, rank.launch)
