@@ -149,11 +149,10 @@ def test_a_product_that_sends_compiles_within_the_registers_of_its_threads() -> 
 #include "linear/cuda.cuh"
 struct Variant { static constexpr int n = 4096, k = 2048, epilogue = 3, columns = 4104, ranks = 8, two_shot_rows = 4; static constexpr float eps = 0;
                  static constexpr bool bf16 = true, norm = false, bias = true, gather_logit_rows = false; };
-struct NoPrompts { __device__ __forceinline__ void operator()(const mpk::Context&, const mpk::Instruction&, mpk::Block&) const {} };
 struct Dispatch {
   __device__ __forceinline__ void operator()(const mpk::Context& c, const mpk::Instruction& i, mpk::Block& b) const { mpk::linear::run<Variant>(c, i, b); }
 };
-extern "C" __global__ void __launch_bounds__(mpk::BLOCK_THREADS, 1) mpk_run(const __grid_constant__ mpk::Arguments a) { mpk::run_program(a, Dispatch{}, NoPrompts{}); }
+extern "C" __global__ void __launch_bounds__(mpk::BLOCK_THREADS, 1) mpk_run(const __grid_constant__ mpk::Arguments a) { mpk::run_program(a, Dispatch{}); }
 """
     cubin = compile_cubin(source, cuda_source.headers(["linear"]), "sm_90a", cuda_source.OPTIONS)
     assert cubin.resources["mpk_run"].registers <= 168 and cubin.resources["mpk_run"].spill_stores < 400
