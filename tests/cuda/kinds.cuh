@@ -42,7 +42,13 @@ __device__ void read_step(const mpk::Context& c, mpk::StepView& v) {
     v.row_token[r] = c.row_token[r], v.row_slot[r] = c.row_slot[r], v.row_position[r] = c.row_position[r], v.logit_row[r] = c.logit_row[r], v.segments[r] = c.segments[r];
 }
 
-extern "C" __global__ void __launch_bounds__(mpk::THREADS, 1) run_kind(const TestLaunch t) {
+#ifdef MPK_PROMPT_KIND
+constexpr int TEST_THREADS = mpk::BLOCK_THREADS;  // with the loaders, whose registers go to the others
+#else
+constexpr int TEST_THREADS = mpk::THREADS;
+#endif
+
+extern "C" __global__ void __launch_bounds__(TEST_THREADS, 1) run_kind(const TestLaunch t) {
   extern __shared__ __align__(128) unsigned char scratch[];
   __shared__ mpk::StepView step;
   const int thread = int(threadIdx.x);

@@ -1,10 +1,11 @@
 // prompt_append: norm and rotation of the keys of a prompt step, append of keys and values to the cache.
 //
 // Operands: qkv [rows][(heads + 2 kv_heads) * head_dim] bf16, rope [rows][head_dim] float32. Parameters: k_norm [head_dim] if V::k_norm.
-// Page of the cache: keys [KV_PAGE_TOKENS][head_dim], then values transposed [head_dim][KV_PAGE_TOKENS], bf16.
+// Page of the cache: mpk/page.cuh, bf16.
 // Variant: heads, kv_heads, head_dim, eps, k_norm, shares. An item is one key-value head of the rows of one segment that share a page; a
 // task takes every `shares`-th item.
 #pragma once
+#include "mpk/page.cuh"
 #include "mpk/turn.cuh"
 #include "mpk/wait.cuh"
 
@@ -44,12 +45,12 @@ __device__ __forceinline__ void keys(const Context& c, const Instruction& i, con
     H h;
     h.load(operand<bf16>(c, i, 0) + int64_t(rows.row + r) * width + (int(V::heads) + head) * head_dim, b.lane);
     h.turn(norm, float(V::eps), operand<float>(c, i, 1) + int64_t(rows.row + r) * head_dim, b.lane);
-    bf16* to = page + (rows.first + r) * head_dim;
+    const auto to = [&](int d) { return reinterpret_cast<uint32_t*>(page + PagePlace<head_dim>::key(rows.first + r, d)); };
 #pragma unroll
     for (int n = 0; n < H::each; ++n) {
       const int p = b.lane + n * 32;
       if (p >= H::pairs) continue;
-      *reinterpret_cast<uint32_t*>(to + 2 * p) = h.first[n], *reinterpret_cast<uint32_t*>(to + H::half + 2 * p) = h.second[n];
+      *to(2 * p) = h.first[n], *to(H::half + 2 * p) = h.second[n];
     }
   }
 }
@@ -65,18 +66,16 @@ __device__ __forceinline__ void values(const Context& c, const Instruction& i, c
     *reinterpret_cast<uint32_t*>(meeting + (rows.first + r) * stride + d) = load_4(from + int64_t(r) * width + d);
   }
   b.sync();
-  constexpr int groups = KV_PAGE_TOKENS / 8;
+  constexpr int groups = KV_PAGE_TOKENS / 4;
   for (int j = b.thread; j < head_dim * groups; j += THREADS) {
-    const int d = j / groups, begin = j % groups * 8;
-    bf16* to = page + KV_PAGE_TOKENS * head_dim + d * KV_PAGE_TOKENS + begin;
-    if (begin >= rows.first && begin + 8 <= rows.first + rows.count) {
-      uint32_t v[4];
-      for (int e = 0; e < 4; ++e) v[e] = meeting[(begin + 2 * e) * stride + d].bits | uint32_t(meeting[(begin + 2 * e + 1) * stride + d].bits) << 16;
-      *reinterpret_cast<uint4*>(to) = {v[0], v[1], v[2], v[3]};
-    } else {
-      for (int e = 0; e < 8; ++e)
-        if (begin + e >= rows.first && begin + e < rows.first + rows.count) to[e] = meeting[(begin + e) * stride + d];
-    }
+    const int d = j % head_dim, begin = j / head_dim * 4, end = rows.first + rows.count;
+    bf16* to = page + PagePlace<head_dim>::value(begin, d);
+    const bf16* own = meeting + begin * stride + d;
+    if (begin >= rows.first && begin + 4 <= end)
+      *reinterpret_cast<uint2*>(to) = {own[0].bits | uint32_t(own[stride].bits) << 16, own[2 * stride].bits | uint32_t(own[3 * stride].bits) << 16};
+    else
+      for (int e = 0; e < 4; ++e)
+        if (begin + e >= rows.first && begin + e < end) to[e] = own[e * stride];
   }
   b.sync();
 }

@@ -9,6 +9,7 @@
 // the next product. Later rows see more, so items are dealt from the last rows on, back and forth over the tasks.
 #pragma once
 #include "mpk/copy.cuh"
+#include "mpk/page.cuh"
 #include "mpk/tiles.cuh"
 #include "mpk/turn.cuh"
 #include "mpk/wait.cuh"
@@ -106,9 +107,13 @@ class Item {
   __device__ __forceinline__ void run() {
     const int last = (rows.position + rows.count - 1) / PAGE;
     const int oldest = S::window > 0 ? max(rows.position - S::window + 1, 0) : 0, first = oldest / PAGE;
-    fetch(first, 0);
+    uint4 held[HELD] = {};
+    fetch(held, first, 0);
     copy_async_commit();
+    constexpr bool early = S::head_dim > 128;  // there are not enough registers to hold values meanwhile
+    if (early) store(held, first, 0);
     prepare();
+    if (!early) store(held, first, 0);
     const int lane = own_lane(), group = b.warp / 4;
     const int own_row = group * GROUP_ROWS + b.warp % 4 * 16 + lane / 4;  // and 8 on
     const int from = rows.position + group * GROUP_ROWS, to = min(from + GROUP_ROWS, rows.position + rows.count);  // positions of the group
@@ -118,16 +123,17 @@ class Item {
 #pragma unroll 1
     for (int page = first; page <= last; ++page) {
       const int buffer = (page - first) & 1;
-      if (page < last) fetch(page + 1, buffer ^ 1);
-      copy_async_commit();
-      copy_async_wait<1>();
-      if ((page + 1) * PAGE > rows.end) cut_values(buffer, rows.end - page * PAGE);
+      copy_async_wait<0>();
       fence_async();
       b.sync();
+      if (page < last) fetch(held, page + 1, buffer ^ 1);
+      copy_async_commit();
+      if (early && page < last) store(held, page + 1, buffer ^ 1);
       const bool seen = page * PAGE < to && (S::window == 0 || (page + 1) * PAGE > from - S::window + 1);
       if (seen) attend(sums, top, total, page, buffer, own_row, from, to);
-      b.sync();
+      if (!early && page < last) store(held, page + 1, buffer ^ 1);
     }
+    b.sync();
     finish(sums, total, own_row);
     b.sync();
   }
@@ -139,29 +145,39 @@ class Item {
   const Rows rows;
   const int head;
   const uint32_t queries, pages;
+  static constexpr int HELD = (PagePlace<S::head_dim>::PIECES + THREADS - 1) / THREADS;  // 16-byte pieces of a page's values that a thread has in flight
 
   __device__ __forceinline__ uint32_t keys(int buffer) const { return pages + buffer * S::page_bytes; }
   __device__ __forceinline__ uint32_t values(int buffer) const { return keys(buffer) + S::key_bytes; }
 
-  // Starts copies of a page to a buffer.
-  __device__ __forceinline__ void fetch(int page, int buffer) const {
+  // Starts copies of a page: keys to a buffer, values to registers, since their pieces hold two columns and are cut in half on the way.
+  __device__ __forceinline__ void fetch(uint4 (&held)[HELD], int page, int buffer) const {
     constexpr int units = S::head_dim / 8;
     const int number = load_int(c.page_table + int64_t(rows.slot) * c.max_pages + page);
     const bf16* from = kv_page<bf16>(c, i.layer, number, head / S::group, S::kv_heads, S::head_dim);
-    for (int j = b.thread; j < PAGE * units; j += THREADS) copy_async_16(keys(buffer) + unit_offset(j / units, j % units, PAGE), from + j * 8);
-    from += PAGE * S::head_dim;
-    for (int j = b.thread; j < S::head_dim * 8; j += THREADS) copy_async_16(values(buffer) + unit_offset(j / 8, j % 8, S::head_dim), from + j * 8);
+    for (int j = b.thread; j < PAGE * units; j += THREADS)
+      copy_async_16(keys(buffer) + unit_offset(j / units, j % units, PAGE), from + PagePlace<S::head_dim>::key(j / units, j % units * 8));
+#pragma unroll
+    for (int n = 0; n < HELD; ++n)
+      if (n * THREADS + b.thread < PagePlace<S::head_dim>::PIECES) held[n] = load_16(from + PagePlace<S::head_dim>::VALUES + (n * THREADS + b.thread) * 8);
   }
 
-  // Values of tokens that are not there are multiplied by weights of 0, so they must be numbers. Each thread cuts what it copied.
-  __device__ __forceinline__ void cut_values(int buffer, int count) const {
-    for (int j = b.thread; j < S::head_dim * 8; j += THREADS) {
-      const int begin = j % 8 * 8;
-      const uint32_t at = values(buffer) + unit_offset(j / 8, j % 8, S::head_dim);
-      if (begin >= count)
-        shared_store_16(at, uint4{});
-      else
-        for (int e = count - begin; e < 8; ++e) shared_store_2(at + e * 2, uint16_t(0));
+  // Values that were fetched, to a buffer. Those of tokens that are not there are multiplied by weights of 0, so they must be numbers.
+  __device__ __forceinline__ void store(const uint4 (&held)[HELD], int page, int buffer) const {
+    const int count = rows.end - page * PAGE;
+#pragma unroll
+    for (int n = 0; n < HELD; ++n) {
+      const int piece = n * THREADS + b.thread;
+      if (piece >= PagePlace<S::head_dim>::PIECES) continue;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const auto [d, token] = PagePlace<S::head_dim>::half(piece, h);
+        uint2 v = h == 0 ? uint2{held[n].x, held[n].y} : uint2{held[n].z, held[n].w};
+        const int left = count - token;  // tokens that are there
+        if (left < 4) v.y = left == 3 ? v.y & 0xffffu : 0u;
+        if (left < 2) v.x = left == 1 ? v.x & 0xffffu : 0u;
+        shared_store_8(values(buffer) + unit_offset(d, token / 8, S::head_dim) + token % 8 * 2, v);
+      }
     }
   }
 

@@ -31,8 +31,7 @@ inline void copy_async_wait() {
     groups.erase(groups.begin());
   }
 }
-inline void shared_store_16(uint32_t p, uint4 v) { shared_store(p, v); }
 inline void shared_store_4(uint32_t p, uint32_t v) { shared_store(p, v); }
-inline void shared_store_2(uint32_t p, uint16_t v) { shared_store(p, v); }
+inline void shared_store_8(uint32_t p, uint2 v) { shared_store(p, v); }
 
 }  // namespace mpk

@@ -13,6 +13,6 @@ template <int N>
 __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
 __device__ __forceinline__ void shared_store_4(uint32_t p, uint32_t v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(p), "r"(v) : "memory"); }
-__device__ __forceinline__ void shared_store_2(uint32_t p, uint16_t v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(p), "h"(v) : "memory"); }
+__device__ __forceinline__ void shared_store_8(uint32_t p, uint2 v) { asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(p), "r"(v.x), "r"(v.y) : "memory"); }
 
 }  // namespace mpk
