@@ -296,7 +296,7 @@ __device__ __forceinline__ void run(const Context& c, const Instruction& in, Blo
   // is laid out differently.
   if constexpr (Sums<V, Slice>::kFits)
     if (rows == 1) return product<V, Slice>(c, in, b, rows, sink);
-  if (rows <= 8) return product<V, RowsInput<V, 1>>(c, in, b, rows, sink);
+  // A form of its own for 8 rows took as long as this one on an H200 (8B: 4.80 against 4.83 ms), and a third of the time to compile.
   product<V, RowsInput<V, 2>>(c, in, b, rows, sink);
 }
 
