@@ -13,7 +13,8 @@ EXPORT void plan_step(const mpk::Launch* launch) { mpk::plan_step(mpk::make_cont
 // `choice` of the step stands at the beginning of the arena.
 EXPORT void advance(const mpk::Launch* launch) {
   mpk::Instruction instruction{};
-  instruction.operand[1] = -1;  // one rank: nothing to agree on
+  for (auto& operand : instruction.operand) operand = -1;
+  instruction.operand[0] = 0;  // choice; one rank has nothing to agree on
   mpk::Worker worker{};
   mpk::advance::run<NoConstants>(mpk::make_context(*launch), instruction, worker);
 }
