@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -36,6 +35,7 @@ print(lowered, built, time.time())
 """
 SHARD_BYTES = 1 << 30
 READ_BYTES = 8 << 20
+LIMIT_S = 600  # of one process
 
 
 def write_folder(name: str, folder: Path) -> None:
@@ -94,7 +94,7 @@ def main() -> None:
         runs = []
         for _ in range(arguments.repeats + 1):
             begin = time.time()
-            done = subprocess.run([sys.executable, "-c", CHILD, str(folder), arguments.target], capture_output=True, text=True, check=False, env=dict(os.environ))
+            done = subprocess.run([sys.executable, "-c", CHILD, str(folder), arguments.target], capture_output=True, text=True, check=False, timeout=LIMIT_S)
             if done.returncode != 0:
                 raise SystemExit(done.stderr)
             runs.append([float(t) - begin for t in done.stdout.split()])

@@ -12,15 +12,17 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from mpk.commands.peers.cuda_graph import capture, replay
 from mpk.errors import RequestError
 from mpk.models.config import DecoderConfig
 
+LIMIT_S = 300  # for one measurement, compiling and capturing included
 SHARES = True  # takes tensor_parallel
 
 
@@ -41,15 +43,17 @@ class _Ranks:
             assert process.stdin is not None
             process.stdin.write(json.dumps(message) + "\n")
             process.stdin.flush()
-        answers = []
-        for process in self.processes:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            if not line:
-                self._end()
-                raise RequestError("--against nccl-graph: a process of the peer ended", remedy="its message is above; torch needs NCCL and enough memory")
-            answers.append(json.loads(line))
-        return list(answers[0])
+        limit = threading.Timer(LIMIT_S, _end, [self.processes])  # a killed process ends its output, and so the wait for it
+        limit.start()
+        try:
+            lines = [process.stdout.readline() for process in self.processes if process.stdout is not None]
+        finally:
+            limit.cancel()
+        if not all(lines):
+            self._end()
+            raise RequestError("--against nccl-graph: a process of the peer ended", expected=f"an answer of every rank within {LIMIT_S} s",
+                               remedy="its message is above; torch needs NCCL and enough memory")
+        return list(json.loads(lines[0]))
 
 
 def _end(processes: list[subprocess.Popen[str]]) -> None:
@@ -144,22 +148,6 @@ class _Rank:
         self.token.copy_(self.best[:, 1].gather(0, winner[None])[0].long().clamp_(max=self.config.vocab_size - 1))
         self.position.add_(1)
 
-    def capture(self) -> Any:
-        """The step as a CUDA graph, after three warm-up steps on another stream."""
-        import torch
-
-        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self.step()
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's own threads look at events meanwhile
-            self.step()
-        return graph
-
 
 def _serve(rank: int, given: dict[str, Any]) -> None:
     """Answer measurements until the pipe is closed."""
@@ -178,17 +166,10 @@ def _serve(rank: int, given: dict[str, Any]) -> None:
             if key not in graphs:
                 graphs.clear()  # a graph owns the caches of its batch and context
                 decoder.start(asked["batch"], first, steps)
-                graphs[key] = decoder.capture()
+                graphs[key] = capture(decoder.step, "thread_local")  # NCCL's own threads look at events meanwhile
             decoder.position.fill_(first)
-            events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]  # type: ignore[no-untyped-call]
             dist.barrier()
-            torch.cuda.synchronize()
-            events[0].record()
-            for i in range(steps):
-                graphs[key].replay()
-                events[i + 1].record()
-            torch.cuda.synchronize()
-            print(json.dumps([a.elapsed_time(b) for a, b in pairwise(events)]), flush=True)
+            print(json.dumps(replay(graphs[key], steps)), flush=True)
 
 
 if __name__ == "__main__":

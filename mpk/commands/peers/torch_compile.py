@@ -8,12 +8,12 @@ Steps are timed by CUDA events around replays queued back to back.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from mpk.commands.peers.cuda_graph import capture, replay
 from mpk.errors import RequestError
 from mpk.models.config import DecoderConfig
 
@@ -135,20 +135,6 @@ class Decoder:
                 self.token.copy_(last(self.sizes, a, x, w, self.final, self.head))
         self.position.add_(1)
 
-    def capture(self) -> torch.cuda.CUDAGraph:
-        """The step as a CUDA graph, after three warm-up steps on another stream."""
-        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self.step()
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.step()
-        return graph
-
 
 def system(config: DecoderConfig, dtype: str, steps: int) -> Callable[[int, int], list[float]]:
     """See `mpk.commands.peers`; raises `RequestError` without a CUDA device."""
@@ -168,15 +154,8 @@ def system(config: DecoderConfig, dtype: str, steps: int) -> Callable[[int, int]
         if key not in graphs:
             graphs.clear()  # a graph owns the caches of its batch and context
             decoder.start(batch, first, steps)
-            graphs[key] = decoder.capture()
+            graphs[key] = capture(decoder.step)
         decoder.position.fill_(first)
-        events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
-        events[0].record()
-        for i in range(steps):
-            graphs[key].replay()
-            events[i + 1].record()
-        torch.cuda.synchronize()
-        return [a.elapsed_time(b) for a, b in pairwise(events)]
+        return replay(graphs[key], steps)
 
     return measure

@@ -3,6 +3,7 @@
 #include <cstddef>
 
 #include "mpk/ptx.cuh"
+#include "mpk/ring.cuh"
 #include "mpk/tiles.cuh"
 #include "mpk/wgmma.cuh"
 
@@ -32,6 +33,7 @@ struct Ring {
     barrier_init(posted(), 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     control->used = control->jobs = 0, control->stop = 0;
+    ring_control().stop = 0;  // looked at by waits
   }
   // Thread 0 of the consumers: hands in a job. What it has acquired, the loader may read.
   __device__ __forceinline__ void post(Job job) const {
@@ -47,8 +49,10 @@ struct Reader {
   Ring ring;
   int at;  // modulo 2 * STAGE_COUNT
   __device__ __forceinline__ int stage() const { return at % STAGE_COUNT; }
+  // A stage that does not come at all means a wrong plan: as in ring.cuh, the warp goes on, so that the block leaves at the next barrier.
   __device__ __forceinline__ uint32_t wait() const {
-    while (!barrier_try(ring.full(stage()), at / STAGE_COUNT)) {}
+    for (uint32_t i = 0; !barrier_try(ring.full(stage()), at / STAGE_COUNT) && ring_control().stop != STOP_STARVED;)
+      if (++i == STARVED_TRIES) ring_control().stop = STOP_STARVED;
     return ring.stage(stage());
   }
   __device__ __forceinline__ void advance() { at = (at + 1) % (2 * STAGE_COUNT); }
@@ -79,14 +83,16 @@ class Loader {
       at_ = j.begin;
       const int step = j.step;
       int tile = j.first;
-      for (int left = j.tiles(); left > 0; --left, tile += step) load(j, tile);
+      for (int left = j.tiles(); left > 0; --left, tile += step)
+        if (!load(j, tile)) return;
     }
   }
 
  private:
   // Each warp's columns are a contiguous eighth of the matrix, `parts` runs of 32 in each stage of a tile: chunks go through the stages of the
   // first warp's columns, then of the second's, and so on. Two runs of one stage are one copy.
-  __device__ __forceinline__ void load(const Job& j, int tile) {
+  // false: the consumers have given up on a stage.
+  __device__ __forceinline__ bool load(const Job& j, int tile) {
     const int weight_tile = j.weight_tile(tile), row = j.row(tile), rows = min(j.width, round_up(j.rows - row, 8));
     const int valid = min(PACKED_TILES, j.packed_tiles - weight_tile * PACKED_TILES);
     const bool loads = lane_ < valid;
@@ -100,7 +106,8 @@ class Loader {
       const int stage = at_ % STAGE_COUNT;
       const uint32_t full = ring_.full(stage);
       uint32_t to = ring_.stage(stage) + lane_ * WARP_BYTES;
-      while (!barrier_try(ring_.empty(stage), at_ / STAGE_COUNT ^ 1)) {}
+      while (!barrier_try(ring_.empty(stage), at_ / STAGE_COUNT ^ 1))
+        if (ring_control().stop == STOP_STARVED) return false;
       if (lane_ == 0) barrier_expect(full, bytes);
       __syncwarp();
       if (lane_ == PACKED_TILES) bulk_load_shared(ring_.stage(stage) + WEIGHT_BYTES, from, rows * CHUNK_BYTES, full);
@@ -113,6 +120,7 @@ class Loader {
       if (--filled > 0) from += int64_t(j.room) * CHUNK_BYTES;
       at_ = (at_ + 1) % (2 * STAGE_COUNT);
     }
+    return true;
   }
 
   Ring ring_;
