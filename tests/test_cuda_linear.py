@@ -19,7 +19,7 @@ from mpk.tasks.case import Case, Segments
 from mpk.tasks.linear import reference
 from mpk.tasks.linear.cases import CASES
 from mpk.tasks.packing import from_bf16, round_to, to_bf16
-from mpk.tasks.stages import WARPS, stage_order, stage_shape
+from mpk.tasks.stages import HALF_ROWS, TILE_ROWS, WARPS, stage_order, stage_shape, stages_of
 from tests.support import cuda_emulator
 from tests.support.cuda_kinds import SOURCES, Machine, put_step, spread
 from tests.support.task_kinds import RandomWeights, step_view
@@ -28,17 +28,17 @@ SLOT = 16 << 10  # of a stage in the ring
 STEPS: tuple[Segments, ...] = (((0, 3, 1),), ((0, 3, 2),), ((0, 3, 8),), ((1, 4, 9),), ((0, 0, 5), (2, 9, 11)))
 
 
-def cuda_case(case: Case) -> Case:
-    """The case as the CUDA back end has it: gate and up tiles of 8 columns."""
-    attrs: dict[str, Scalar] = {**case.op.attrs, **({"tile_columns": 8} if case.op.attrs["epilogue"] == "swiglu" else {})}
-    return replace(case, op=replace(case.op, attrs=attrs))
+def cuda_case(case: Case, rows: int = TILE_ROWS) -> Case:
+    """The case as the CUDA back end has it: in tiles of so many rows of weights, half of them gate and half up for `swiglu`."""
+    attrs: dict[str, Scalar] = {**case.op.attrs, "tile_columns": rows // (2 if case.op.attrs["epilogue"] == "swiglu" else 1)}
+    return replace(case, label=f"{case.label} tiles of {rows}", op=replace(case.op, attrs=attrs))
 
 
 def supported(case: Case) -> bool:
     return bool(case.op.attrs["gather_logit_rows"]) or int(case.op.attrs["n"]) % 2 == 0
 
 
-WHOLE = [cuda_case(c) for c in CASES if supported(c)]
+WHOLE = [cuda_case(c, rows) for c in CASES if supported(c) for rows in (TILE_ROWS, HALF_ROWS)]
 
 
 @functools.cache
@@ -53,12 +53,15 @@ def library() -> Any:
     return cuda_emulator.library("\n".join(lines) + "\n" + (SOURCES / "kinds.cuh").read_text(), "linear")
 
 
-def fragments(rows: np.ndarray, columns: int) -> np.ndarray:
-    """Stages [tiles, stages, bytes / 2] of tiles [tiles * 16, columns] of bits, as `mpk_pack` leaves them."""
-    shape = stage_shape(columns)
-    tiles, parts = len(rows) // 16, shape.depth // WARPS // 32
-    padded = np.zeros((tiles, 16, shape.padded_columns), np.uint16)
-    padded[:, :, :columns] = rows.reshape(tiles, 16, columns)
+def fragments(rows: np.ndarray, columns: int, tile_rows: int = TILE_ROWS) -> np.ndarray:
+    """Stages [tiles, stages, bytes / 2] of tiles [tiles * tile_rows, columns] of bits, as `mpk_pack` leaves them."""
+    shape = stage_shape(columns, tile_rows)
+    tiles, parts = len(rows) // tile_rows, shape.depth // WARPS // 32
+    padded = np.zeros((tiles, tile_rows, shape.padded_columns), np.uint16)
+    padded[:, :, :columns] = rows.reshape(tiles, tile_rows, columns)
+    if tile_rows == HALF_ROWS:  # tile, row, warp, stage, part, quad, element
+        cut = padded.reshape(tiles, 8, WARPS, shape.count, parts, 4, 8)
+        return np.ascontiguousarray(cut.transpose(0, 3, 2, 4, 1, 5, 6)).reshape(tiles, shape.count, -1)
     # column = warp, stage, part, quad, step, pair, element; row = half, group
     cut = padded.reshape(tiles, 2, 8, WARPS, shape.count, parts, 4, 2, 2, 2)
     t, half, group, warp, stage, part, quad, step, pair, element = range(10)
@@ -92,11 +95,11 @@ class Product:
 
     def execute(self, blocks: int, previous_rows: int) -> np.ndarray:
         """Output as the blocks left it."""
-        kind, shape = kind_of(self.op), stage_shape(self.k)
+        kind, shape = kind_of(self.op), stages_of(self.op)
         tiles = kind.tiles(self.op, self.case.graph)
-        rows = np.zeros((tiles * 16, self.k), np.uint16)
+        rows = np.zeros((tiles * shape.rows, self.k), np.uint16)
         fill_tiles(self.op, self.weights, 0, tiles, rows)
-        packed, ranges = fragments(rows, self.k), spread(tiles, blocks)
+        packed, ranges = fragments(rows, self.k, shape.rows), spread(tiles, blocks)
         ring = np.zeros((tiles * shape.count, SLOT // 2), np.uint16)
         begin = 0
         for first, last in ranges:

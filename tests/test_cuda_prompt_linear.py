@@ -28,22 +28,23 @@ def test_products_stay_asynchronous_and_in_registers() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("n", "k", "rows", "shares"), [(128, 128, 16, 1), (200, 192, 130, 3), (8, 64, 1, 1), (272, 576, 300, 2), (320, 72, 257, 4)])
+@pytest.mark.parametrize(("n", "k", "rows", "shares"), [(128, 128, 16, 1), (200, 192, 130, 3), (8, 64, 1, 1), (272, 576, 300, 2), (320, 72, 257, 4), (40, 1984, 9, 2), (24, 1096, 5, 1)])
+@pytest.mark.parametrize("tile_rows", [16, 8])
 @pytest.mark.parametrize("epilogue", [STORE, RESIDUAL, SWIGLU])
 @pytest.mark.parametrize("biased", [False, True])
-def test_product(n: int, k: int, rows: int, shares: int, epilogue: int, biased: bool) -> None:
+def test_product(n: int, k: int, rows: int, shares: int, tile_rows: int, epilogue: int, biased: bool) -> None:
     rng = np.random.default_rng(n + rows)
     room = -(-rows // 8) * 8 + 8
     matrices = [to_bf16(rng.standard_normal((n, k), np.float32) * np.float32(k**-0.5)) for _ in range(2 if epilogue == SWIGLU else 1)]
     x, old = to_bf16(rng.standard_normal((rows, k), np.float32)), to_bf16(rng.standard_normal((rows, n), np.float32))
     bias = [np.pad(rng.standard_normal(n).astype(np.float32), (0, -n % 16)) if biased else np.zeros(0, np.float32) for _ in matrices]
-    fragments = packed(gated_rows(*matrices) if epilogue == SWIGLU else matrices[0])
+    fragments = packed(gated_rows(*matrices, turn=tile_rows // 2) if epilogue == SWIGLU else matrices[0], tile_rows)
     order = rng.permutation(fragments.shape[0] * fragments.shape[1])  # stages stand anywhere
     memory = np.empty_like(fragments.reshape(len(order), -1))
     memory[order] = fragments.reshape(len(order), -1)
     m = Machine(prompt_room=room)
     m.put("weights", memory.view(np.uint8).reshape(-1))
-    m.put("places", np.concatenate([np.full(5, -1, np.int64), order.astype(np.int64) * memory.shape[1] * 2]))
+    m.put("places", np.concatenate([np.full(5, -1, np.int64), [tile_rows], order.astype(np.int64) * memory.shape[1] * 2]))
     m.put("params", sizes(n, k, epilogue, np.concatenate(bias), shares))
     put_step(m, [(0, 0, rows)], np.zeros(0, np.int32), np.zeros(0, np.int32), max(rows, 32))
     out = np.full((-(-n // 64), room, 64) if epilogue == SWIGLU else (room, n), NAN, np.uint16)
@@ -72,7 +73,7 @@ def test_logits_go_to_sequences_that_want_all() -> None:
     fragments = packed(w)
     m = Machine(prompt_room=room, max_batch=3)
     m.put("weights", fragments.view(np.uint8).reshape(-1))
-    m.put("places", np.arange(fragments.shape[0] * fragments.shape[1], dtype=np.int64) * fragments.shape[2] * 2)
+    m.put("places", np.concatenate([[16], np.arange(fragments.shape[0] * fragments.shape[1], dtype=np.int64) * fragments.shape[2] * 2]))
     m.put("params", sizes(n, k, LOGITS, np.zeros(0, np.float32), 2))
     segments = [(2, 3, 15), (0, 0, 25)]
     put_step(m, segments, np.zeros(0, np.int32), np.zeros(0, np.int32), rows)

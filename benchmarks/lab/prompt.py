@@ -37,7 +37,7 @@ def product(model: str, name: str, rows: int) -> None:
     stages = tiles * shape.count
     m = Machine(prompt_room=room)
     m.put("weights", random_bits(stages * shape.bytes // 2, 0.02))
-    m.put("places", np.arange(stages, dtype=np.int64) * shape.bytes)
+    m.put("places", np.concatenate([[16], np.arange(stages, dtype=np.int64) * shape.bytes]))
     head = np.zeros(16, np.float32)
     head[:5] = n, k, epilogue, 0, SMS
     m.put("params", head)

@@ -19,7 +19,7 @@ from mpk.targets.hardware import available_cpus
 from mpk.tasks.base import WeightSource, kind_of
 from mpk.tasks.matrices import matrix_bytes, matrix_key, matrix_shape
 from mpk.tasks.packing import read_bf16, to_bf16
-from mpk.tasks.stages import TILE_ROWS
+from mpk.tasks.stages import stages_of
 
 if TYPE_CHECKING:
     from mpk.runtime.cuda_device import Device, Memory
@@ -86,7 +86,7 @@ class WeightLoader:
                 continue
             done.add(key)
             streamed = index in self.builder.plans
-            rows, columns = (len(self.builder.plans[index].place), TILE_ROWS * int(op.attrs["k"])) if streamed else matrix_shape(op, self.graph)
+            rows, columns = (len(self.builder.plans[index].place), stages_of(op).rows * int(op.attrs["k"])) if streamed else matrix_shape(op, self.graph)
             step = max(1, BLOCK_BYTES // (columns * 2))
             pieces += [Piece(index, begin, min(begin + step, rows), streamed) for begin in range(0, rows, step)]
         return pieces
@@ -95,13 +95,17 @@ class WeightLoader:
         op = self.graph.tensor_graph.operators[piece.operator]
         return int(op.attrs["k"]) if piece.streamed else matrix_shape(op, self.graph)[1]
 
+    def _unit(self, piece: Piece) -> int:
+        """Rows of a tile, or 1."""
+        return stages_of(self.graph.tensor_graph.operators[piece.operator]).rows if piece.streamed else 1
+
     def _bytes(self, piece: Piece) -> int:
-        return (piece.end - piece.begin) * (TILE_ROWS if piece.streamed else 1) * self._columns(piece) * 2
+        return (piece.end - piece.begin) * self._unit(piece) * self._columns(piece) * 2
 
     def _fill(self, pool: ThreadPoolExecutor, piece: Piece, source: WeightSource, buffer: _Buffer) -> None:
         """All rows of the piece into the buffer, shared among threads."""
         op, columns = self.graph.tensor_graph.operators[piece.operator], self._columns(piece)
-        unit = TILE_ROWS if piece.streamed else 1
+        unit = self._unit(piece)
         rows = buffer.rows[: (piece.end - piece.begin) * unit * columns].reshape(-1, columns)
         step = max(1, PART_BYTES // (unit * columns * 2))
         fill = fill_tiles if piece.streamed else fill_rows
@@ -123,10 +127,10 @@ class WeightLoader:
         argument = np.zeros(1, layout.dtype("Pack"))
         values = {"rows": buffer.staging.address, "place": places[piece.operator].address + piece.begin * plan.shape.count * 8,
                   "out": self.memory.address + offset, "tiles": piece.end - piece.begin, "columns": self._columns(piece),
-                  "stages": plan.shape.count, "depth": plan.shape.depth}
+                  "stages": plan.shape.count, "depth": plan.shape.depth, "tile_rows": plan.shape.rows}
         for name, value in values.items():
             argument[name] = value
-        fragments = (piece.end - piece.begin) * plan.shape.count * plan.shape.depth * 2
+        fragments = (piece.end - piece.begin) * plan.shape.count * plan.shape.bytes // 16
         blocks = min(-(-fragments // PACK_THREADS), 1 << 16)
         self.device.launch(self.pack, blocks, PACK_THREADS, 0, argument, cooperative=False)  # behind the copy, in the same stream
         buffer.mark()
@@ -160,14 +164,14 @@ def fill_rows(op: Operator, source: WeightSource, begin: int, end: int, out: np.
 
 
 def fill_tiles(op: Operator, source: WeightSource, begin: int, end: int, out: np.ndarray) -> None:
-    """The rows of tiles [begin, end) as bf16 bits: 16 of the stacked matrices, or 8 of gate, then 8 of up, a tile; 0 beyond the last."""
-    names, n = op.weights["weight"], int(op.attrs["n"])
-    count = (end - begin) * TILE_ROWS
+    """The rows of tiles [begin, end) as bf16 bits: 16 (or 8) of the stacked matrices, or 8 (4) of gate, then of up, a tile; 0 beyond the last."""
+    names, n, height = op.weights["weight"], int(op.attrs["n"]), stages_of(op).rows
+    count = (end - begin) * height
     if op.attrs["epilogue"] != "swiglu":
-        fill_rows(op, source, begin * TILE_ROWS, min(end * TILE_ROWS, n), out)
-        out[min(end * TILE_ROWS, n) - begin * TILE_ROWS : count] = 0
+        fill_rows(op, source, begin * height, min(end * height, n), out)
+        out[min(end * height, n) - begin * height : count] = 0
         return
-    width = TILE_ROWS // 2
+    width = height // 2
     tiles = out[:count].reshape(end - begin, 2, width, -1)
     for half, name in enumerate(names):
         rows = read_bf16(source, name, begin * width, min(end * width, n))

@@ -169,13 +169,15 @@ STRUCTS: dict[str, list[Field]] = {
     ],
     # Argument of the kernel that packs tiles. Addresses are of device memory.
     "Pack": [
-        ("rows", "uint64_t", 1),  # bf16 [tiles * 16][columns]
+        ("rows", "uint64_t", 1),  # bf16 [tiles * tile_rows][columns]
         ("place", "uint64_t", 1),  # int64 [tiles][stages], byte offsets from `out`
         ("out", "uint64_t", 1),
         ("tiles", "int32_t", 1),
         ("columns", "int32_t", 1),
         ("stages", "int32_t", 1),  # of a tile
         ("depth", "int32_t", 1),  # columns of a stage
+        ("tile_rows", "int32_t", 1),
+        ("unused", "int32_t", 1),
     ],
     # An instruction with its waits and signals beside it, as far as they fit (else they stand in the tables), fetched in one piece.
     "Record": [

@@ -1,7 +1,8 @@
 """The tables of the graph that reads prompts: it shares weights, cache and counters' memory with the decode graph, and stands behind it.
 
 Its tasks, events, waits and signals are numbered behind those of the decode graph, its activations and parameters stand behind the
-others. Products find the stages of their matrices through a table of places, because the decode graph cut them for its own tasks.
+others. Products find the stages of their matrices through a table of places, because the decode graph cut them for its own tasks: for each matrix
+the rows of a tile, then the places of all stages.
 """
 
 from __future__ import annotations
@@ -112,6 +113,6 @@ class PromptProgram(ProgramBuilder):
         for index, plan in self.decode.plans.items():
             op: Operator = self.decode.graph.tensor_graph.operators[index]
             begins[matrix_key(kind_of(op), op, self.decode.graph)] = total
-            parts.append(plan.place.reshape(-1))
-            total += plan.place.size
+            parts.append(np.concatenate([[plan.shape.rows], plan.place.reshape(-1)]))
+            total += parts[-1].size
         return np.concatenate(parts), begins

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpk.graph.sm_task_graph import SMTaskGraph, Task
 from mpk.graph.tensor_graph import Operator
-from mpk.tasks.stages import StageShape, stage_order, stage_shape
+from mpk.tasks.stages import StageShape, stage_order, stages_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class StagePlan:
 
 def plan_stages(graph: SMTaskGraph, op: Operator, tasks: Sequence[Task]) -> StagePlan:
     """Plan of an operator whose matrix is streamed; `tasks`: all of its tasks, scheduled."""
-    shape = stage_shape(int(op.attrs["k"]))
+    shape = stages_of(op)
     ordered = sorted(tasks, key=lambda t: (t.worker, t.id))
     counts = [(t.tile_end - t.tile_begin) * shape.count for t in ordered]
     runs: dict[int, list[Run]] = {t.id: [] for t in ordered}

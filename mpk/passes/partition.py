@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from mpk.errors import InternalError
 from mpk.graph.sm_task_graph import Buffer, MachineLimits, SMTaskGraph
-from mpk.graph.tensor_graph import TensorGraph
+from mpk.graph.tensor_graph import Operator, TensorGraph
 from mpk.targets.hardware import Target
 from mpk.tasks.base import kind_of, load_kinds
+from mpk.tasks.stages import HALF_ROWS, stages_of
 
 ELEMENT_BYTES = {"f32": 4, "bf16": 2}
 
@@ -27,7 +28,7 @@ class Options:
     The choices are what `mpk tune` varies; a default means that the pass decides. `attention_splits`: parts of the context in attention.
     `tasks`: (operator without its layer, most tasks it is cut into). `rotate`: whether the larger shares go round. `placement`: how
     `schedule` picks a worker. `signals`: most events of one operator that a task signals. `flight`: bytes of weights on their way to an
-    SM, while a product runs and while its input is awaited.
+    SM, while a product runs and while its input is awaited. `half_tiles`: whether tiles may have 8 rows of weights (`cut_tiles`).
     """
 
     max_rows: int = 256
@@ -40,6 +41,7 @@ class Options:
     placement: str = "spread"
     signals: int = 0
     flight: tuple[int, int] | None = None
+    half_tiles: bool = True
 
 
 def run(graph: TensorGraph, target: Target, options: Options) -> SMTaskGraph:
@@ -50,14 +52,12 @@ def run(graph: TensorGraph, target: Target, options: Options) -> SMTaskGraph:
     out.limits = MachineLimits(target.workers, target.max_events, 1 << 40, scratch)
     declare_buffers(out, options, target)
     out.flight = options.flight
-    rotation, most = 0, dict(options.tasks)
+    rotation = 0
     cuts: list[list[tuple[int, int]]] = []
     for index, op in enumerate(graph.operators):
         kind = kind_of(op)
         tiles, unit = kind.tiles(op, graph), kind.unit(op, graph)
-        units = -(-tiles // unit)
-        count = max(1, min(units, target.workers, kind.max_splits(op, graph), most.get(op.name.split(".", 1)[-1], units)))
-        count = units if kind.unit_a_task(op, graph) else count
+        units, count = -(-tiles // unit), most_tasks(op, graph, target, options)
         leader = leader_of(graph, index)
         made = ranges(units, count, rotation) if leader is None else cuts[leader]
         cuts.append(made)
@@ -68,7 +68,24 @@ def run(graph: TensorGraph, target: Target, options: Options) -> SMTaskGraph:
         if leader is None and options.rotate and count > 1:
             rotation = (rotation + units % count) % count
     out.notes.append(f"partition: {len(out.tasks)} tasks of {len(graph.operators)} operators for {target.workers} workers")
+    halved = dict.fromkeys(short_name(op) for op in graph.operators if kind_of(op).halves and stages_of(op).rows == HALF_ROWS)
+    if halved:
+        out.notes.append(f"cut_tiles: tiles of {HALF_ROWS} rows in {', '.join(halved)}")
     return out
+
+
+def short_name(op: Operator) -> str:
+    """Name without the layer."""
+    return op.name.split(".", 1)[-1]
+
+
+def most_tasks(op: Operator, graph: TensorGraph, target: Target, options: Options) -> int:
+    """Tasks that an operator is cut into, where it does not go with another."""
+    kind = kind_of(op)
+    units = -(-kind.tiles(op, graph) // kind.unit(op, graph))
+    if kind.unit_a_task(op, graph):
+        return units
+    return max(1, min(units, target.workers, kind.max_splits(op, graph), dict(options.tasks).get(short_name(op), units)))
 
 
 def leader_of(graph: TensorGraph, index: int) -> int | None:

@@ -11,6 +11,7 @@ from mpk.errors import RequestError
 from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.graph.tensor_graph import TensorGraph
 from mpk.passes import (
+    cut_tiles,
     dependencies,
     event_fusion,
     fuse,
@@ -41,6 +42,8 @@ def tensor_passes(target: Target, options: Options) -> list[tuple[str, Callable[
         passes.append(("gather_embedding", gather_embedding.run))
     if target.backend == "cuda":
         passes.append(("split_sampling", lambda g: split_sampling.run(g, target.workers)))
+    if target.half_tiles and options.half_tiles:
+        passes.append(("cut_tiles", lambda g: cut_tiles.run(g, target, options)))
     return passes
 
 

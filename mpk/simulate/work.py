@@ -11,7 +11,7 @@ from mpk.graph.sm_task_graph import Buffer, Region, SMTaskGraph, Task
 from mpk.graph.tensor_graph import Operator
 from mpk.targets.hardware import Target
 from mpk.tasks.base import TaskKind, load_kinds
-from mpk.tasks.stages import groups, stage_shape
+from mpk.tasks.stages import groups, stages_of
 
 CHUNK_BYTES = 16384  # of what a consumer loads itself; finer pieces change nothing but the simulator's own time
 
@@ -92,7 +92,7 @@ class WorkModel:
         if plan is None or not task.cost.weight_bytes:
             return 0, 0, 0
         if kind is not None and kind.cuda_form == "stages":
-            shape = stage_shape(int(op.attrs["k"]))
+            shape = stages_of(op)
             return tiles * shape.count, shape.bytes, max(groups(tiles)) * shape.count
         return -(-task.cost.weight_bytes // plan.stage_bytes), min(plan.stage_bytes, task.cost.weight_bytes), 0
 

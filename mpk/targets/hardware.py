@@ -64,6 +64,7 @@ class Target:
     max_rows: int = 256  # token rows of one step, at most
     append_in: str = "qkv"  # which task rotates queries and keys and appends to the cache: "qkv" or "attention"
     swiglu_columns: int = 16  # output columns of a tile of a gate / up product
+    half_tiles: bool = False  # tiles of products may have 8 rows of weights instead of 16
     prompt_rows: int = 0  # of a step that reads prompts with a graph of its own; 0: prompts are read in ordinary steps
     prompt_least: int = 0  # tokens that are worth such a step
     flagged: bool = False  # activations are their own flags (mpk.graph.tensor_graph.Value)
@@ -130,6 +131,7 @@ def load(name: str) -> Target:
         max_signals_per_task=int(data["limits"]["max_signals_per_task"]),
         append_in=str(data.get("fusion", {}).get("append_in", "qkv")),
         swiglu_columns=int(data.get("fusion", {}).get("swiglu_columns", 16)),
+        half_tiles=bool(data.get("tiles", {}).get("half", False)),
         prompt_rows=int(data.get("prompts", {}).get("rows", 0)), prompt_least=int(data.get("prompts", {}).get("least", 0)),
         flagged=bool(data.get("fusion", {}).get("flagged", False)),
         activation_bytes=int(data.get("fusion", {}).get("activation_bytes", 4)),

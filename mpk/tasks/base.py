@@ -90,6 +90,8 @@ class TaskKind(ABC):
     # CUDA back end: whether a block's fast warps may begin a task of this kind while slow ones are in another one of the kind (they share
     # scratch memory, so the device code has to see to it).
     overlaps: bool = False
+    # Whether tiles may have half as many output columns (attr `tile_columns`), where that shares an operator better among workers.
+    halves: bool = False
 
     @abstractmethod
     def tiles(self, op: Operator, graph: TensorGraph) -> int:

@@ -8,7 +8,7 @@ from mpk.graph.tensor_graph import Operator
 from mpk.targets.hardware import backend_of
 from mpk.tasks.base import TaskKind
 from mpk.tasks.packing import PANEL
-from mpk.tasks.stages import packed_tiles, stage_shape
+from mpk.tasks.stages import packed_tiles, stages_of
 
 
 def matrix_key(kind: TaskKind, op: Operator, graph: SMTaskGraph) -> str:
@@ -23,7 +23,7 @@ def matrix_bytes(kind: TaskKind, op: Operator, graph: SMTaskGraph) -> int:
     if backend_of(graph.target) != "cuda":
         return kind.packed_bytes(op, graph.tensor_graph, graph.dtype)
     if kind.cuda_form == "stages":
-        shape = stage_shape(int(op.attrs["k"]))
+        shape = stages_of(op)
         return packed_tiles(int(op.attrs["n"]), int(op.attrs.get("tile_columns", PANEL))) * shape.count * shape.bytes
     if kind.cuda_form == "rows":
         rows, columns = matrix_shape(op, graph)

@@ -19,7 +19,7 @@ from mpk.passes.memory import lay_out_params
 from mpk.runtime.state import page_bytes
 from mpk.tasks.base import StepView, WeightSource, kind_of
 from mpk.tasks.matrices import matrix_shape
-from mpk.tasks.stages import TILE_ROWS, stage_order, stage_shape
+from mpk.tasks import stages
 from tests.support import cuda_emulator
 from tests.support.cuda_kinds import LAUNCH, SCRATCH_BYTES, SOURCES, THREADS
 
@@ -141,12 +141,12 @@ def stages_of(op: Operator, task: Task, source: WeightSource) -> np.ndarray:
     """Bytes of a task's stages, in the order in which it takes them."""
     from tests.test_cuda_linear import fragments
 
-    k, tiles = int(op.attrs["k"]), task.tile_end - task.tile_begin
-    rows = np.zeros((tiles * TILE_ROWS, k), np.uint16)
+    k, tiles, shape = int(op.attrs["k"]), task.tile_end - task.tile_begin, stages.stages_of(op)
+    rows = np.zeros((tiles * shape.rows, k), np.uint16)
     fill_tiles(op, source, task.tile_begin, task.tile_end, rows)
-    shape, packed = stage_shape(k), fragments(rows, k)
+    packed = fragments(rows, k, shape.rows)
     ring = np.zeros((tiles * shape.count, SLOT // 2), np.uint16)
-    for place, (tile, stage) in enumerate(stage_order(tiles, shape.count)):
+    for place, (tile, stage) in enumerate(stages.stage_order(tiles, shape.count)):
         ring[place, : packed.shape[2]] = packed[tile, stage]
     return ring.reshape(-1).view(np.uint8)
 

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpk.tasks.stages import TILE_ROWS, WARPS, stage_shape
+from mpk.tasks.stages import HALF_ROWS, TILE_ROWS, WARPS, stage_shape
 
 CHUNK = 64
 
 
-def packed(bits: np.ndarray) -> np.ndarray:
+def packed(bits: np.ndarray, tile_rows: int = TILE_ROWS) -> np.ndarray:
     """Fragments uint16 [tiles, stages, stage bytes / 2] of a matrix of bf16 bits [rows, k]; rows and columns beyond it are zero."""
-    shape = stage_shape(bits.shape[1])
-    tiles, parts = -(-bits.shape[0] // TILE_ROWS), shape.depth // WARPS // 32
-    padded = np.zeros((tiles * TILE_ROWS, shape.padded_columns), np.uint16)
+    shape = stage_shape(bits.shape[1], tile_rows)
+    tiles, parts = -(-bits.shape[0] // tile_rows), shape.depth // WARPS // 32
+    padded = np.zeros((tiles * tile_rows, shape.padded_columns), np.uint16)
     padded[: bits.shape[0], : bits.shape[1]] = bits
+    if tile_rows == HALF_ROWS:  # tile, g, warp, stage, part, q, element
+        return np.ascontiguousarray(padded.reshape(tiles, 8, WARPS, shape.count, parts, 4, 8).transpose(0, 3, 2, 4, 1, 5, 6)).reshape(tiles, shape.count, -1)
     # tile, half, g, warp, stage, part, q, s, j, e
     cut = padded.reshape(tiles, 2, 8, WARPS, shape.count, parts, 4, 2, 2, 2)
     return np.ascontiguousarray(cut.transpose(0, 4, 3, 5, 7, 2, 6, 8, 1, 9)).reshape(tiles, shape.count, -1)
 
 
-def gated_rows(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """Rows of gate and up in turns of 8, as swiglu tiles have them; padded with zeros to whole turns."""
-    pad = ((0, -len(gate) % 8), (0, 0))
-    return np.stack([np.pad(m, pad).reshape(-1, 8, m.shape[1]) for m in (gate, up)], axis=1).reshape(-1, gate.shape[1])
+def gated_rows(gate: np.ndarray, up: np.ndarray, turn: int = 8) -> np.ndarray:
+    """Rows of gate and up in turns of so many, as swiglu tiles have them; padded with zeros to whole turns."""
+    pad = ((0, -len(gate) % turn), (0, 0))
+    return np.stack([np.pad(m, pad).reshape(-1, turn, m.shape[1]) for m in (gate, up)], axis=1).reshape(-1, gate.shape[1])
 
 
 def chunked(bits: np.ndarray, room: int) -> np.ndarray:

@@ -1,5 +1,5 @@
-// all_gather: 16 columns a tile of every rank's share of the logits, put side by side.
-// Operands: part (peer buffer), out [logit rows][n] float32. Variant: n, columns, ranks.
+// all_gather: so many columns a tile of every rank's share of the logits, put side by side.
+// Operands: part (peer buffer), out [logit rows][n] float32. Variant: n, columns, ranks, tile_columns.
 #pragma once
 #include "mpk/peer.cuh"
 #include "mpk/wait.cuh"
@@ -7,12 +7,11 @@
 namespace mpk::all_gather {
 
 constexpr bool waits_inside = true;
-constexpr int kTile = 16;
 
 template <class V>
 __device__ void run(const Context& c, const Instruction& i, Block& b) {
-  constexpr int n = int(V::n), columns = int(V::columns), ranks = int(V::ranks);
-  const int begin = i.tile_begin * kTile, end = i.tile_end * kTile < columns ? i.tile_end * kTile : columns, pairs = (end - begin) / 2;
+  constexpr int n = int(V::n), columns = int(V::columns), ranks = int(V::ranks), tile = int(V::tile_columns);
+  const int begin = i.tile_begin * tile, end = i.tile_end * tile < columns ? i.tile_end * tile : columns, pairs = (end - begin) / 2;
   wait_inputs(b);
   const PeerBuffer<ranks, columns> part(c, i, 0, b);
   float* out = operand<float>(c, i, 1);

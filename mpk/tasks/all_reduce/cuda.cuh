@@ -1,7 +1,7 @@
-// all_reduce: 16 columns a tile of the sum of all ranks' parts of a message, in the order of ranks, added to the residual stream.
+// all_reduce: so many columns a tile of the sum of all ranks' parts of a message, in the order of ranks, added to the residual stream.
 //
 // Operands: part (peer buffer), x [rows][n] bf16, flagged, agreed int32 [1], flagged, if V::control, what the sum is added to [rows][n] bf16, flagged,
-// if V::residual. Variant: n, columns, ranks, two_shot_rows, residual, control.
+// if V::residual. Variant: n, columns, ranks, two_shot_rows, tile_columns, residual, control.
 // Up to two_shot_rows rows every rank sums all tiles. Beyond that each sums the tiles it owns and sends the sums to the others, in
 // the place of its own part; owned tiles come first, since they wait for nothing that this kind sends: so no ranks wait for each other.
 #pragma once
@@ -12,12 +12,12 @@
 namespace mpk::all_reduce {
 
 constexpr bool waits_inside = true;
-constexpr int kTile = 16;
+constexpr int kOwned = 16;  // columns that have one owner, whatever the columns of a tile
 
 template <class V>
 struct Tiles {
   using Part = PeerBuffer<int(V::ranks), int(V::columns)>;
-  static constexpr int n = int(V::n), ranks = int(V::ranks), tiles = (n + kTile - 1) / kTile;
+  static constexpr int n = int(V::n), ranks = int(V::ranks), tiles = (n + kOwned - 1) / kOwned;
   static_assert(n % 2 == 0, "columns come in pairs");
   Block& b;
   Part part;
@@ -49,7 +49,7 @@ struct Tiles {
 #pragma unroll 1
     for (int owned = 1; owned >= 0; --owned)
       for (int j = b.thread; j < rows * pairs; j += THREADS) {
-        const int row = j / pairs, column = begin + j % pairs * 2, owner = owner_of_tile(column / kTile, tiles, ranks);
+        const int row = j / pairs, column = begin + j % pairs * 2, owner = owner_of_tile(column / kOwned, tiles, ranks);
         if ((owner == part.rank()) != (owned != 0)) continue;
         const int64_t place = int64_t(row) * n + column;
         const uint32_t old = ask(place);
@@ -69,7 +69,8 @@ struct Tiles {
 template <class V>
 __device__ void run(const Context& c, const Instruction& i, Block& b) {
   using T = Tiles<V>;
-  const int begin = i.tile_begin * kTile, end = i.tile_end * kTile < T::n ? i.tile_end * kTile : T::n, rows = b.step->rows;
+  constexpr int tile = int(V::tile_columns);
+  const int begin = i.tile_begin * tile, end = i.tile_end * tile < T::n ? i.tile_end * tile : T::n, rows = b.step->rows;
   bf16* x = flagged<bf16>(c, i, 1, b);
   bf16* left = other_copy(c, x, b);
   wait_inputs(b);

@@ -7,13 +7,13 @@ import numpy as np
 from mpk.graph.sm_task_graph import Task
 from mpk.graph.tensor_graph import Operator
 from mpk.tasks.base import Env
-from mpk.tasks.packing import PANEL
+from mpk.tasks.all_reduce.task import own_columns
 
 
 def run(op: Operator, task: Task, env: Env) -> None:
     """x[row, tile columns] (+)= part of rank 0 + part of rank 1 + ..."""
     n, width, rows = int(op.attrs["n"]), int(op.attrs["columns"]), len(env.step.tokens)
-    columns = slice(task.tile_begin * PANEL, min(task.tile_end * PANEL, n))
+    columns = slice(*own_columns(op, task.tile_begin, task.tile_end))
     parts = env.buffers[op.inputs[0]][:rows].reshape(rows, int(op.attrs["ranks"]), width)
     total = parts[:, 0, columns].astype(np.float32)
     for rank in range(1, int(op.attrs["ranks"])):

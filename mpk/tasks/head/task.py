@@ -21,6 +21,7 @@ from mpk.tasks.packing import PANEL
 class Head(Linear):
     name = "head"
     operands = ("input", "output", "tops", "parts", "values")
+    halves = False  # slices are counted in tiles
 
     def unit(self, op: Operator, graph: TensorGraph) -> int:
         return int(op.attrs["slice"]) // PANEL

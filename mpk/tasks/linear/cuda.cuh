@@ -1,18 +1,15 @@
-// linear: 16 rows of weights a tile (16 output columns, or 8 gate and 8 up rows), times up to 16 rows of input, on tensor cores.
+// linear: 16 rows of weights a tile (16 output columns, or 8 gate and 8 up rows), or half as many, times up to 16 rows of input, on tensor cores.
 //
 // Operands: input [rows][k] bf16, output [rows][n] bf16 (float32 for gathered logits), residual [rows][n] bf16, what is added to the
 // product if V::epilogue says so (it may be the output itself); all but float32 ones are flagged. Parameters: norm [k] if V::norm, then bias
 // if V::bias (padded to whole panels; swiglu: gate, then up). If iargs[0] is set, the input is instead the rows of the step's tokens in the
 // matrix of embeddings, to which `weights` then points (a word of it must not be EMPTY, which is a pair of NaNs; not with kSend). Variant: n, k,
-// eps, norm, bias, epilogue, gather_logit_rows; for kSend also columns, ranks, two_shot_rows, and the output is a peer buffer.
+// eps, norm, bias, epilogue, gather_logit_rows, tile_columns; for kSend also columns, ranks, two_shot_rows, and the output is a peer buffer.
 //
-// Weights are the A operand of mma.m16n8k16, activations B. Each of the 8 warps owns a contiguous eighth of the columns; sums over
-// warps are taken in a fixed order, once a group of up to 8 tiles. Weights stand in fragment order, with columns permuted inside each 32
-// so that the 16 bytes x[8 q .. 8 q + 7] that lane 4 g + q holds are B of two mma steps:
-//   step s, lane 4 g + q: W[g][8 q + 4 s + 0, 1], W[g + 8][same], W[g][8 q + 4 s + 2, 3], W[g + 8][same].
-// A norm's weight multiplies the input (rounded to bf16 once); its scale, one number a row, multiplies the sums.
+// Each of the 8 warps owns a contiguous eighth of the columns (tiles.cuh has how it multiplies); sums over warps are taken in a fixed order,
+// once a group of up to 8 tiles. A norm's weight multiplies the input (rounded to bf16 once); its scale, one number a row, multiplies the sums.
 #pragma once
-#include "linear/input.cuh"
+#include "linear/tiles.cuh"
 #include "mpk/peer.cuh"
 
 namespace mpk::linear {
@@ -38,7 +35,8 @@ template <class V, class Input>
 struct Sums {
   static constexpr bool kOneRow = Input::kRows == 1;
   static constexpr int kRound = Input::kBlocks == 2 ? kGroup / 2 : kGroup;  // tiles summed between two barriers
-  static constexpr int kRowStride = kOneRow ? 16 : 20;                      // 20: no two of the rows a warp stores share a bank
+  // 20, and 8 for tiles of 8 columns: no two of the rows a warp stores share a bank.
+  static constexpr int kRowStride = kOneRow ? 16 : Shape<V>::tile_rows == 8 ? 8 : 20;
   static constexpr int kTileStride = kOneRow ? WARPS * 16 : Input::kRows * kRowStride, kWarpStride = kOneRow ? 16 : kWarpBytes / 4;
   static constexpr int kSquares = kOneRow ? kRound * kTileStride : kWarpStride - Input::kRows, kSquaresStride = kOneRow ? 1 : kWarpStride;
   static constexpr int kSetBytes = kOneRow ? (kRound * kTileStride + WARPS) * 4 : kInputBytes;
@@ -121,7 +119,7 @@ struct Finish {
       if (tile >= tiles || row >= rows || column >= S::n) continue;
       const float* mine = sums + tile * M::kTileStride + row * M::kRowStride + pair * 2;
       float2 y = total(mine), u{};
-      if constexpr (V::epilogue == kSwiglu) u = total(mine + 8);
+      if constexpr (V::epilogue == kSwiglu) u = total(mine + S::tile_columns);
       if constexpr (V::norm) {
         const float s = scale(sums, row);
         y.x *= s, y.y *= s, u.x *= s, u.y *= s;
@@ -167,23 +165,6 @@ __device__ __forceinline__ void clear_old(const Context& c, const Instruction& i
     for (int column = begin + b.lane * 2; column < end; column += 64) clear_4(old + int64_t(row) * S::n + column);
 }
 
-// Multiplies a stage of a tile's weights with a stage of the input.
-template <int PARTS, int BLOCKS>
-__device__ __forceinline__ void multiply(float (&acc)[2][4], const uint4 (&w)[PARTS][2], const uint4 (&x)[PARTS][BLOCKS]) {
-#pragma unroll
-  for (int p = 0; p < PARTS; ++p) {
-    if constexpr (BLOCKS == 1) {  // two chains of sums
-      mma(acc[0], w[p][0], x[p][0].x, x[p][0].y);
-      mma(acc[1], w[p][1], x[p][0].z, x[p][0].w);
-    } else {
-      mma(acc[0], w[p][0], x[p][0].x, x[p][0].y);
-      mma(acc[1], w[p][0], x[p][1].x, x[p][1].y);
-      mma(acc[0], w[p][1], x[p][0].z, x[p][0].w);
-      mma(acc[1], w[p][1], x[p][1].z, x[p][1].w);
-    }
-  }
-}
-
 // The sums of a warp over a group of `count` tiles. `arrives`: the first stage of the input is what the product has waited for; `opens`: weights
 // may then come as fast as they can.
 template <class V, class Input>
@@ -196,8 +177,8 @@ __device__ __forceinline__ void sum_up(Block& b, Input& input, int count, bool a
   input.begin(b);
 #pragma unroll 1
   for (int stage = 0; stage < S::stages; ++stage) {
-    uint4 x[S::parts][Input::kBlocks];
-    input.get(b, stage, x);
+    Tile<V, Input> tile;
+    tile.get(b, input, stage);
     if (stage == 0) {
       if (arrives) b.arrived();
       if (opens && b.thread == 0) b.ring.shut(0);
@@ -205,11 +186,7 @@ __device__ __forceinline__ void sum_up(Block& b, Input& input, int count, bool a
 #pragma unroll
     for (int t = 0; t < kGroup; ++t) {
       if (t >= count) break;
-      const uint32_t at = b.ring.wait() + b.warp * S::warp_bytes + b.lane * 16;
-      uint4 w[S::parts][2];  // all asked for before the first is used
-#pragma unroll
-      for (int p = 0; p < S::parts; ++p) w[p][0] = shared_load_16(at + p * 1024), w[p][1] = shared_load_16(at + p * 1024 + 512);
-      multiply(acc[t], w, x);
+      tile.multiply(acc[t], b.ring.wait() + b.warp * S::warp_bytes + b.lane * 16);
       b.ring.release(b.lane);
     }
   }
@@ -250,19 +227,7 @@ __device__ __forceinline__ void product(const Context& c, const Instruction& in,
 #pragma unroll
       for (int t = 0; t < M::kRound; ++t) {
         if (r * M::kRound + t >= count) break;
-        const float(&a)[2][4] = acc[r * M::kRound + t];
-        float* to = mine + t * M::kTileStride + b.lane / 4;
-        if constexpr (M::kOneRow) {  // all columns of the mma hold the same
-          if ((b.lane & 3) == 0) to[0] = a[0][0] + a[1][0], to[8] = a[0][2] + a[1][2];
-        } else {
-          to += (b.lane & 3) * 2 * M::kRowStride;
-#pragma unroll
-          for (int j = 0; j < Input::kBlocks; ++j, to += 8 * M::kRowStride) {
-            const bool joined = Input::kBlocks == 1;
-            to[0] = a[j][0] + (joined ? a[1][0] : 0.0f), to[M::kRowStride] = a[j][1] + (joined ? a[1][1] : 0.0f);
-            to[8] = a[j][2] + (joined ? a[1][2] : 0.0f), to[M::kRowStride + 8] = a[j][3] + (joined ? a[1][3] : 0.0f);
-          }
-        }
+        Tile<V, Input>::template put<M::kRowStride>(b, acc[r * M::kRound + t], mine + t * M::kTileStride);
       }
       const Sender<V> sender(c, in, b, rows);
       b.sync();

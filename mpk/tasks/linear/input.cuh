@@ -15,13 +15,16 @@ constexpr int round_to(int value, int multiple) { return (value + multiple - 1) 
 template <class V>
 struct Shape {
   static constexpr int k = int(V::k), n = int(V::n);
-  static constexpr int depth = round_to(k, 512) <= round_to(k, 256) ? 512 : 256;  // columns of a stage
-  static constexpr int stages = round_to(k, depth) / depth;                         // of a tile
-  static constexpr int padded = depth * stages, warp_columns = padded / WARPS;
-  static constexpr int parts = depth / WARPS / 32;  // runs of 32 columns that a warp owns in a stage
-  static constexpr int warp_bytes = parts * 1024;   // and their bytes
-  static constexpr int tile_columns = V::epilogue == kSwiglu ? 8 : 16;
+  static constexpr int tile_columns = int(V::tile_columns), tile_rows = tile_columns * (V::epilogue == kSwiglu ? 2 : 1);
+  static constexpr int levels_a_stage = kTileRows / tile_rows;
+  // Columns of a level of the input, of which a stage of weights has one or two.
+  static constexpr int depth = round_to(k, 512 * levels_a_stage) <= round_to(k, 256 * levels_a_stage) ? 512 : 256;
+  static constexpr int stages = round_to(k, depth * levels_a_stage) / (depth * levels_a_stage), levels = stages * levels_a_stage;  // of a tile
+  static constexpr int padded = depth * levels, warp_columns = padded / WARPS;
+  static constexpr int parts = depth / WARPS / 32;  // runs of 32 columns that a warp owns in a level
+  static constexpr int warp_bytes = parts * 1024;   // of a warp's weights in a stage
   static constexpr bool wide = V::gather_logit_rows;  // float32 output
+  static_assert(tile_rows == kTileRows || tile_rows * 2 == kTileRows, "tiles of 16 or 8 rows");
   static_assert(k % 8 == 0, "16-byte pieces of the input");
   static_assert(wide || n % 2 == 0, "outputs are stored in pairs");
   static_assert(depth * kTileRows * 2 <= STAGE_BYTES, "a stage fits its place in the ring");
@@ -116,7 +119,7 @@ struct RowsInput {
   static constexpr int kRows = 8 * BLOCKS, kBlocks = BLOCKS, kPieces = S::parts * BLOCKS;
   static constexpr int kNormBytes = V::norm ? S::parts * 128 : 0, kSlotBytes = kPieces * 512 + kNormBytes;  // of a stage
   static constexpr int kSquaresBytes = kRows * 4, kRoom = kWarpBytes - kSquaresBytes;  // of a warp
-  static constexpr int kFit = kRoom / kSlotBytes, kMost = kFit < 6 ? kFit : 6, kSlots = kMost < S::stages ? kMost : S::stages;
+  static constexpr int kFit = kRoom / kSlotBytes, kMost = kFit < 6 ? kFit : 6, kSlots = kMost < S::levels ? kMost : S::levels;
   static_assert(kSlots >= 1, "a stage of the input fits");
   const bf16* x;
   const float* norm;  // at the warp's first column
@@ -140,7 +143,7 @@ struct RowsInput {
   __device__ __forceinline__ bool there(const Block& b, int column) const { return S::padded == S::k || b.warp * S::warp_columns + column < S::k; }
   // Asks for a stage, which goes to `at`; a group of copies in any case.
   __device__ __forceinline__ void fill(const Block& b, int stage, uint32_t at) {
-    if (stage < S::stages) {
+    if (stage < S::levels) {
 #pragma unroll
       for (int n = 0; n < kPieces; ++n) {
         const int column = column_of(b, stage, n);

@@ -1,4 +1,4 @@
-"""Task kind `linear`: a product with packed weights, RMS norm before and epilogue after; a tile is 16 output columns.
+"""Task kind `linear`: a product with packed weights, RMS norm before and epilogue after; a tile is 16 output columns (CUDA: perhaps fewer).
 
 Operator: inputs (input [rows, k],) or, for `residual`, (input, x); outputs (out [rows, n],), for `residual` perhaps x itself (always in
 the C++ back end), and this rank's part of a message for `send`, with the attrs of one {columns, ranks, two_shot_rows, message, messages}
@@ -32,6 +32,7 @@ class Linear(TaskKind):
     operands: tuple[str, ...] = ("input", "output", "residual")
     cuda_form = "stages"
     overlaps = True
+    halves = True
 
     def tiles(self, op: Operator, graph: TensorGraph) -> int:
         return -(-int(op.attrs["n"]) // tile_columns(op))
@@ -58,9 +59,9 @@ class Linear(TaskKind):
 
     def cost(self, op: Operator, graph: TensorGraph, begin: int, end: int, dtype: str) -> Cost:
         k, width = int(op.attrs["k"]), tile_columns(op)
-        panels = (end - begin) * self._panels_a_tile(op) * width // PANEL
+        rows = (end - begin) * self._panels_a_tile(op) * width  # of weights
         columns = min(end * width, int(op.attrs["n"])) - begin * width
-        return Cost(panels * panel_bytes(k, dtype), 4 * (k + columns), 2 * panels * PANEL * k)
+        return Cost(rows * panel_bytes(k, dtype) // PANEL, 4 * (k + columns), 2 * rows * k)
 
     def variant(self, op: Operator, graph: TensorGraph, dtype: str) -> Mapping[str, Scalar]:
         sent: dict[str, Scalar] = {name: int(op.attrs[name]) for name in ("columns", "ranks", "two_shot_rows") if name in op.attrs}
@@ -68,7 +69,7 @@ class Linear(TaskKind):
             **sent,
             "bf16": dtype == "bf16", "n": int(op.attrs["n"]), "k": int(op.attrs["k"]), "eps": float(op.attrs["eps"]),
             "norm": "norm" in op.weights, "bias": "bias" in op.weights, "epilogue": self._epilogue(op),
-            "gather_logit_rows": bool(op.attrs["gather_logit_rows"]),
+            "gather_logit_rows": bool(op.attrs["gather_logit_rows"]), "tile_columns": tile_columns(op),
         }
 
     def arguments(self, op: Operator) -> tuple[int, int]:

@@ -2,11 +2,11 @@
 //
 // Operands: input in chunks (mpk/tiles.cuh), output, and for `residual` what is added. Output bf16 [rows][n]; swiglu: in chunks;
 // logits: float32 to where the host wants the logits of sequences with all_logits. Parameters: Sizes, then the bias if there is one (padded to
-// whole panels; swiglu: gate, then up). iargs[0]: place of the matrix in the table of stages. Variant: none, so that a program holds
+// whole panels; swiglu: gate, then up). iargs[0]: place of the matrix in the table of places, rows of a packed tile first. Variant: none, so that a program holds
 // one instance of this code whatever the products of its model.
 //
 // Weights are the A operand, from registers: a warp's 16 rows of a chunk are 4 fragments of 16 bytes a lane, as they were packed for the
-// decode path. While the tensor cores compute one chunk, the fragments of the next are loaded.
+// decode path, or are put together from those of two tiles of 8 rows. While the tensor cores compute one chunk, the fragments of the next are loaded.
 #pragma once
 #include "mpk/block.cuh"
 #include "mpk/tiles.cuh"
@@ -24,8 +24,8 @@ struct Sizes {
 
 // A product of one task.
 struct Product {
-  int n, epilogue, packed_tiles;
-  bool biased;
+  int n, epilogue, packed_tiles;  // tiles of 16 rows
+  bool biased, halves;            // halves: packed in tiles of 8 rows
   const float* bias;
   __device__ __forceinline__ int columns() const { return epilogue == kSwiglu ? 8 : 16; }  // outputs of a packed tile
 };
@@ -122,8 +122,9 @@ struct Finish {
     uint32_t out[4];
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
-      const float* from = sums + q * WARP_FLOATS + token * STRIDE + unit * 2;
-      float2 gate = *reinterpret_cast<const float2*>(from), up = *reinterpret_cast<const float2*>(from + 8);
+      // Rows of gate, then of up; of two tiles of 8 rows: 4 of gate, 4 of up, and again.
+      const float* from = sums + q * WARP_FLOATS + token * STRIDE + (p.halves ? unit / 2 * 8 + unit % 2 * 2 : unit * 2);
+      float2 gate = *reinterpret_cast<const float2*>(from), up = *reinterpret_cast<const float2*>(from + (p.halves ? 4 : 8));
       const int column = (packed + q) * 8 + unit * 2;
       if (p.biased && column < p.n) {
         const float *gates = p.bias + column, *ups = gates + (p.n + 15) / 16 * 16;
@@ -136,15 +137,27 @@ struct Finish {
   }
 };
 
-// One chunk: its fragments into `a`, its four products on their way.
+// Operand A of 16 columns from 8 bytes of each of two tiles of 8 rows, `v` and `w`.
+__device__ __forceinline__ uint4 joined(uint32_t v0, uint32_t v1, uint32_t w0, uint32_t w1) { return {v0, w0, v1, w1}; }
+__device__ __forceinline__ uint4 chosen(bool first, uint4 v, uint4 w) {
+  return {first ? v.x : w.x, first ? v.y : w.y, first ? v.z : w.z, first ? v.w : w.w};
+}
+
+// One chunk: its fragments into `a`, its four products on their way. `halves` is the same in a warp; a branch would end the products' overlap.
 template <int WIDTH>
-__device__ __forceinline__ void multiply(tiles::Reader& reader, const Block& b, bool valid, uint4 (&a)[4], float (&d)[WIDTH / 2], int sum) {
+__device__ __forceinline__ void multiply(tiles::Reader& reader, const Block& b, bool valid, bool halves, uint4 (&a)[4], float (&d)[WIDTH / 2], int sum) {
   const uint32_t stage = reader.wait(), at = stage + b.warp * tiles::WARP_BYTES + b.lane * 16;
+  uint4 w[4];
 #pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    a[k] = shared_load_16(at + k * 512);
-    if (!valid) a[k] = uint4{};
+  for (int k = 0; k < 4; ++k) w[k] = shared_load_16(at + k * 512);
+#pragma unroll
+  for (int run = 0; run < 2; ++run) {  // of 32 columns; two tiles of 8 rows stand one behind the other
+    a[2 * run] = chosen(halves, joined(w[run].x, w[run].y, w[run + 2].x, w[run + 2].y), w[2 * run]);
+    a[2 * run + 1] = chosen(halves, joined(w[run].z, w[run].w, w[run + 2].z, w[run + 2].w), w[2 * run + 1]);
   }
+#pragma unroll
+  for (int k = 0; k < 4; ++k)
+    if (!valid) a[k] = uint4{};
   const uint64_t rows = wgmma_operand(stage + tiles::WEIGHT_BYTES);
   wgmma_fence();
 #pragma unroll
@@ -166,11 +179,11 @@ __device__ __forceinline__ void compute(const Context& c, const Instruction& i, 
     uint4 even[4] = {}, odd[4] = {};  // defined on every path: else registers would hold what they held, all through the program
 #pragma unroll 1
     for (int pair = 0; pair < pairs; ++pair) {
-      multiply<WIDTH>(reader, b, valid, even, d, 1);
+      multiply<WIDTH>(reader, b, valid, p.halves, even, d, 1);
       wgmma_wait<1>();
       if (pair > 0) reader.release(1, b.lane);
       reader.advance();
-      multiply<WIDTH>(reader, b, valid, odd, d, 1);
+      multiply<WIDTH>(reader, b, valid, p.halves, odd, d, 1);
       wgmma_wait<1>();
       reader.release(1, b.lane);
       reader.advance();
@@ -187,16 +200,18 @@ __device__ __forceinline__ void run(const Context& c, const Instruction& i, Bloc
   const Sizes& sizes = *reinterpret_cast<const Sizes*>(params);
   Product p{};
   p.n = int(__ldg(&sizes.n)), p.epilogue = int(__ldg(&sizes.epilogue));
-  p.packed_tiles = (p.n + p.columns() - 1) / p.columns();
+  const int64_t* places = c.places + i.iargs[0];
+  const int tile_rows = int(__ldg(places)), packed = tiles::PACKED_ROWS / tile_rows;
+  p.packed_tiles = (p.n + p.columns() - 1) / p.columns(), p.halves = packed == 2;
   p.biased = __ldg(&sizes.bias) != 0.0f, p.bias = params + sizeof(Sizes) / sizeof(float);
   wait_inputs(b);
   if (b.thread == 0) {
     const int k = int(__ldg(&sizes.k)), shares = int(__ldg(&sizes.shares)), rows = b.step->rows;
     const int weight_tiles = (p.packed_tiles + tiles::PACKED_TILES - 1) / tiles::PACKED_TILES;
-    const tiles::Cut cut = tiles::cut_of(k);
+    const tiles::Cut cut = tiles::cut_of(k, tile_rows);
     tiles::Job job{};
-    job.weights = c.weights + i.weights, job.place = c.places + i.iargs[0], job.activations = operand<unsigned char>(c, i, 0);
-    job.packed_tiles = p.packed_tiles, job.stages = cut.stages, job.parts = cut.parts, job.chunks = tiles::chunks_of(k),
+    job.weights = c.weights + i.weights, job.place = places + 1, job.activations = operand<unsigned char>(c, i, 0);
+    job.packed_tiles = (p.n * packed + p.columns() - 1) / p.columns(), job.tile_rows = tile_rows, job.stages = cut.stages, job.parts = cut.parts, job.chunks = tiles::chunks_of(k),
     job.filled = (k + tiles::CHUNK - 1) / tiles::CHUNK;
     job.rows = rows, job.room = c.prompt_room;
     job.width = tiles::choose_width(rows, weight_tiles, shares), job.columns = (rows + job.width - 1) / job.width;

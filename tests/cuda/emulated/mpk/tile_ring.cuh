@@ -38,12 +38,13 @@ struct Reader {
     const int tile = j.first + chunk / j.chunks * j.step, k = chunk % j.chunks, row = j.row(tile), rows = min(j.width, round_up(j.rows - row, 8));
     unsigned char* stage = emulation::shared_memory + to;
     std::memset(stage, 0x7f, STAGE);  // large numbers: what is not fetched is not used
-    for (int p = 0; p < PACKED_TILES; ++p)
+    const int run_bytes = RUN_BYTES * j.tile_rows;
+    for (int p = 0; p < j.packed_a_tile(); ++p)
       for (int half = 0; half < 2; ++half) {
-        const int packed = j.weight_tile(tile) * PACKED_TILES + p, of_warp = j.stages * j.parts, part = 2 * k + half, rest = part % of_warp;
+        const int packed = j.weight_tile(tile) * j.packed_a_tile() + p, of_warp = j.stages * j.parts, run = 2 * k + half, rest = run % of_warp;
         if (packed >= j.packed_tiles) continue;
-        const int64_t at = j.place[int64_t(packed) * j.stages + rest / j.parts] + (part / of_warp * j.parts + rest % j.parts) * 1024;
-        std::memcpy(stage + p * WARP_BYTES + half * 1024, j.weights + at, 1024);
+        const int64_t at = j.place[int64_t(packed) * j.stages + rest / j.parts] + (run / of_warp * j.parts + rest % j.parts) * run_bytes;
+        std::memcpy(stage + (2 * p + half) * run_bytes, j.weights + at, run_bytes);
       }
     std::memcpy(stage + WEIGHT_BYTES, j.activations + (int64_t(k < j.filled ? k : 0) * j.room + row) * CHUNK_BYTES, rows * CHUNK_BYTES);
   }

@@ -89,32 +89,37 @@ class Loader {
   }
 
  private:
+  static constexpr int LAST_LANE = 31;  // brings the activations
   // Each warp's columns are a contiguous eighth of the matrix, `parts` runs of 32 in each stage of a tile: chunks go through the stages of the
-  // first warp's columns, then of the second's, and so on. Two runs of one stage are one copy.
+  // first warp's columns, then of the second's, and so on. Two runs of one stage are one copy, of a lane's own packed tile.
   // false: the consumers have given up on a stage.
   __device__ __forceinline__ bool load(const Job& j, int tile) {
     const int weight_tile = j.weight_tile(tile), row = j.row(tile), rows = min(j.width, round_up(j.rows - row, 8));
-    const int valid = min(PACKED_TILES, j.packed_tiles - weight_tile * PACKED_TILES);
+    const int packed = j.packed_a_tile(), valid = min(packed, j.packed_tiles - weight_tile * packed);
     const bool loads = lane_ < valid;
-    const int stages = j.stages, piece = j.parts * 1024, bytes = valid * WARP_BYTES + rows * CHUNK_BYTES;
-    const int64_t* place = j.place + int64_t(weight_tile * PACKED_TILES + (loads ? lane_ : 0)) * stages;
+    const int stages = j.stages, own = 2 * RUN_BYTES * j.tile_rows;  // bytes of a chunk of a packed tile
+    const int of_warp = RUN_BYTES * j.tile_rows * j.parts, piece = min(own, of_warp), bytes = valid * own + rows * CHUNK_BYTES;
+    const int64_t* place = j.place + int64_t(weight_tile * packed + (loads ? lane_ : 0)) * stages;
     const unsigned char* weights = j.weights;  // at the present warp's columns
     const unsigned char* from = j.activations + int64_t(row) * CHUNK_BYTES;
-    int in_tile = 0;
+    int in_tile = 0, in_stage = 0;  // stage; bytes used of the warp's part of it
 #pragma unroll 1
     for (int left = j.chunks, filled = j.filled; left > 0; --left) {
       const int stage = at_ % STAGE_COUNT;
       const uint32_t full = ring_.full(stage);
-      uint32_t to = ring_.stage(stage) + lane_ * WARP_BYTES;
+      uint32_t to = ring_.stage(stage) + lane_ * own;
       while (!barrier_try(ring_.empty(stage), at_ / STAGE_COUNT ^ 1))
         if (ring_control().stop == STOP_STARVED) return false;
       if (lane_ == 0) barrier_expect(full, bytes);
       __syncwarp();
-      if (lane_ == PACKED_TILES) bulk_load_shared(ring_.stage(stage) + WEIGHT_BYTES, from, rows * CHUNK_BYTES, full);
+      if (lane_ == LAST_LANE) bulk_load_shared(ring_.stage(stage) + WEIGHT_BYTES, from, rows * CHUNK_BYTES, full);
 #pragma unroll 1
-      for (int done = 0; done < WARP_BYTES; done += piece, to += piece) {
-        if (loads) bulk_load_shared(to, weights + __ldg(place + in_tile), piece, full);
-        if (++in_tile == stages) in_tile = 0, weights += piece;
+      for (int done = 0; done < own; done += piece, to += piece) {
+        if (loads) bulk_load_shared(to, weights + __ldg(place + in_tile) + in_stage, piece, full);
+        in_stage += piece;
+        if (in_stage < of_warp) continue;
+        in_stage = 0;
+        if (++in_tile == stages) in_tile = 0, weights += of_warp;
       }
       // Weights of a last chunk that only makes the number even are zero: any activations will do, here those of the chunk before.
       if (--filled > 0) from += int64_t(j.room) * CHUNK_BYTES;

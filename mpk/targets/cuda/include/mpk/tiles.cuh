@@ -1,7 +1,8 @@
 // Large products of a prompt step: how they are cut into tiles, and where their operands stand.
 //
 // A tile is 128 rows of packed weights (8 tiles of 16, a warp each) times 128 or 256 tokens. It is computed in chunks of 64 columns of
-// k; a stage holds one chunk: 16 KB of weights as fragments (2 KB a warp, as linear/cuda.cuh packs them) and up to 32 KB of activations.
+// k; a stage holds one chunk: 16 KB of weights as fragments (2 KB a warp, as linear/tiles.cuh has them: of a tile of 16 rows, or of two of 8
+// rows one behind the other) and up to 32 KB of activations.
 // The tiles of a product go round robin over its tasks, all tokens of 128 weight rows next to each other, so that SMs share what they
 // read through the L2. Which tiles there are depends on the rows of the step, so a block tells its tile loader about each product (a Job).
 //
@@ -16,16 +17,19 @@ namespace mpk::tiles {
 constexpr int CHUNK = 64, CHUNK_BYTES = CHUNK * 2;  // columns of k; of one row
 constexpr int WEIGHT_ROWS = 128, WIDEST = 256, PACKED_ROWS = 16, PACKED_TILES = WEIGHT_ROWS / PACKED_ROWS;
 constexpr int WEIGHT_BYTES = WEIGHT_ROWS * CHUNK_BYTES, WARP_BYTES = WEIGHT_BYTES / PACKED_TILES;
+constexpr int RUN_COLUMNS = 32, RUN_BYTES = RUN_COLUMNS * 2;  // what a tile's rows have side by side; of one row
 constexpr int STAGE = WEIGHT_BYTES + WIDEST * CHUNK_BYTES, STAGE_COUNT = 4;
 
 constexpr int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// How the columns of a matrix are cut into stages of the decode path (mpk/tasks/stages.py): of a tile, and runs of 32 columns a warp.
+// How the columns of a matrix are cut into stages of the decode path (mpk/tasks/stages.py), in tiles of so many rows: stages of a tile, and
+// runs of 32 columns a warp.
 struct Cut {
   int stages, parts;
 };
-constexpr Cut cut_of(int k) {
-  return round_up(k, 512) <= round_up(k, 256) ? Cut{round_up(k, 512) / 512, 2} : Cut{round_up(k, 256) / 256, 1};
+constexpr Cut cut_of(int k, int tile_rows) {
+  const int parts = PACKED_ROWS / tile_rows, columns = parts * 256;
+  return round_up(k, 2 * columns) <= round_up(k, columns) ? Cut{round_up(k, 2 * columns) / (2 * columns), 2 * parts} : Cut{round_up(k, columns) / columns, parts};
 }
 
 // Chunks of a product: an even number, so that fragments of two chunks can take turns in registers.
@@ -49,12 +53,14 @@ struct Job {
   const unsigned char* weights;      // the packed matrix
   const int64_t* place;              // [packed tiles][stages] byte offsets of stages from `weights`
   const unsigned char* activations;  // [chunks][room][64]
-  int packed_tiles, stages, parts, chunks, filled;  // chunks: an even number, of which `filled` are not zero in all weights
+  int packed_tiles, tile_rows;       // 16 or 8 rows each
+  int stages, parts, chunks, filled; // chunks: an even number, of which `filled` are not zero in all weights
   int rows, room;                    // of the step; of the buffer
   int width, columns;                // tokens a tile; tiles side by side
   int first, step, count;            // this block's tiles: first, first + step, ... below count
   int begin;                         // stages used before, modulo 2 * STAGE_COUNT
 
+  __device__ __forceinline__ int packed_a_tile() const { return WEIGHT_ROWS / tile_rows; }
   __device__ __forceinline__ int tiles() const { return first < count ? (count - first + step - 1) / step : 0; }
   __device__ __forceinline__ int weight_tile(int tile) const { return tile / columns; }
   __device__ __forceinline__ int row(int tile) const { return tile % columns * width; }
