@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -125,7 +126,8 @@ class Run:
 
     def compile(self) -> None:
         programs = list(dict.fromkeys(p for part in self.chosen for p in part.programs))
-        with ProcessPoolExecutor(max(1, min(len(programs), os.cpu_count() or 1))) as pool, (self.folder / "compile.log").open("w") as log:
+        fresh = multiprocessing.get_context("spawn")  # a forked process could not use the driver
+        with ProcessPoolExecutor(max(1, min(len(programs), os.cpu_count() or 1)), mp_context=fresh) as pool, (self.folder / "compile.log").open("w") as log:
             for line in pool.map(compile_program, programs):
                 print(line, file=log, flush=True)
 
