@@ -238,7 +238,7 @@ __device__ __forceinline__ void run_program(const Arguments& a, Dispatch dispatc
   if (thread == 0) {
     for (int s = 0; s < STAGES; ++s) {
       barrier_init(full_barrier(s), 1);
-      barrier_init(empty_barrier(s), WARPS);
+      barrier_init(empty_barrier(s), WARPS * WARP_ARRIVALS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     tile_ring().prepare();
