@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -19,13 +22,16 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mpk.runtime import cuda_device
+from tests.support.models import TINY_MODELS
 
 PYTHON = sys.executable
 MEASURED = ("Llama-3.1-8B", "Llama-3.2-1B", "Qwen3-0.6B", "Qwen3-8B", "Qwen3-1.7B")
 BESIDE_TORCH = MEASURED[:4]
-TINY = ("llama", "llama-biases", "qwen2", "qwen2-window", "qwen3", "qwen3-biases", "mistral-window")
+TINY, ODD = tuple(TINY_MODELS), ("smollm2-9-of-3-heads", "qwen2-14-of-2-heads", "wide-16-of-2-heads", "qwen3-32b", "head-size-256", "one-key-value-head")
+SHARED, CHECKED = "ranks-", "checked-"
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 
 
@@ -68,15 +74,16 @@ def parts(devices: int) -> list[Part]:
         Part("kinds", module("pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *_tests("test_cuda_kinds", "test_cuda_advance", "test_cuda_prompt_kinds",
                                                                                                "test_cuda_prompt_linear")), 180),
         Part("engine", module("pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests/test_cuda_engine.py"), 240, programs=tiny),
-        Part("shapes", module("pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests/test_cuda_shapes.py"), 300),
-        Part("real weights", module("pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests/test_cuda_smollm2.py"), 180),
-        Part("prompts against torch", module("tests.support.prompt_check", "--alone", "llama", "qwen3-biases", "qwen2-window", "llama-llama3"), 240),
+        Part("shapes", module("pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests/test_cuda_shapes.py"), 300, programs=tuple((name, 1, 16) for name in ODD)),
+        Part("real weights", module("pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests/test_cuda_smollm2.py"), 180, programs=(("SmolLM2-135M", 1, 16),)),
+        Part("prompts against torch", module("tests.support.prompt_check", "--alone", "llama", "qwen3-biases", "qwen2-window", "llama-llama3"), 240, programs=tiny),
         Part("soak", module("benchmarks.soak"), 240, programs=(("SmolLM2-135M", 1, 16),)),
     ]
-    check += [Part(tool, ("compute-sanitizer", "--tool", tool, "--print-limit", "20", "--error-exitcode", "1", *module("tests.support.cuda_sanitize")), 120,
-                   programs=(("qwen3", 1, 4),)) for tool in SANITIZERS]
+    check += [Part(tool, (*(("env", "MPK_CHECKED=1") if tool == "racecheck" else ()), "compute-sanitizer", "--tool", tool, "--print-limit", "20", "--error-exitcode", "1", *module("tests.support.cuda_sanitize")), 120,
+                   programs=((CHECKED + "qwen3" if tool == "racecheck" else "qwen3", 1, 4),)) for tool in SANITIZERS]
+    small_shared = tuple((SHARED + name, ranks, 16) for name in ("qwen3", "llama") for ranks in (1, 2))
     shared = [Part(f"tensor parallel {part}", module("benchmarks.tensor_parallel", "--tp", "2", "--part", part, "--here"), 300, gpus=2,
-                   programs=tuple((shape, 2, 16) for shape in ("Llama-3.1-8B", "Llama-3.1-70B")) if part == "steps" else ())
+                   programs=tuple((shape, 2, 16) for shape in ("Llama-3.1-8B", "Llama-3.1-70B")) if part in ("steps", "trace") else small_shared if part == "correct" else ())
               for part in ("correct", "soak", "steps", "trace")]
     return measure + check + (shared if devices > 1 else [])
 
@@ -85,32 +92,46 @@ def _tests(*names: str) -> list[str]:
     return [f"tests/{n}.py" for n in names if Path(f"tests/{n}.py").exists()]
 
 
-def compile_program(program: tuple[str, int, int]) -> str:
-    """Compile one program into the cache; a line with its time and the kernel's resources."""
+def lowered(name: str, ranks: int, batch: int) -> Any:
+    """The graph of a program: of a named shape, a tiny model, a shape of the tests, or (`ranks-NAME`) a small one that ranks share."""
     import mpk
-    from mpk.frontend.source import LoadedModel
-    from mpk.models import registry, shapes
-    from mpk.runtime.cuda_engine import build_cuda_engine
+    from mpk import frontend
 
-    name, ranks, batch = program
+    if name.startswith(SHARED):
+        from benchmarks import tensor_parallel
+
+        return tensor_parallel.lower(tensor_parallel.SMALL[name.removeprefix(SHARED)], ranks, None)
     compiler = mpk.Compiler("auto", tensor_parallel_size=ranks, max_batch=batch)
-    begin = time.perf_counter()
     if name in TINY:
         from tests.support.cuda_check import rounded_model
 
-        graph = compiler.lower_model(rounded_model(name))
-    else:
-        config = shapes.shape(name)
-        graph = compiler.lower_model(LoadedModel(config, shapes.RandomWeights(config, registry.build_graph(config)), None, name))
-    lowered = time.perf_counter()
-    if ranks > 1:
-        from mpk.codegen.cuda_program import CudaProgramBuilder, compile_cuda_program
+        return compiler.lower_model(rounded_model(name))
+    if name in ODD:
+        from tests.test_cuda_shapes import config_of
 
-        assert compiler.target.kernel is not None
-        cubin = compile_cuda_program(CudaProgramBuilder(graph), compiler.target.kernel)
-    else:
-        cubin = build_cuda_engine(graph, graph.model.source, load=False).cubin
-    return json.dumps({"program": program, "lowered_s": round(lowered - begin, 1), "compiled_s": round(time.perf_counter() - lowered, 1),
+        with tempfile.TemporaryDirectory() as folder:
+            config_of(name).save_pretrained(folder)
+            return compiler.lower_model(frontend.load(folder, shapes=True))
+    return compiler.lower_model(frontend.load(name, shapes=True))
+
+
+def compile_program(program: tuple[str, int, int]) -> str:
+    """Compile one program into the cache; a line with its time and the kernel's resources."""
+    from mpk.codegen.cuda_program import CudaProgramBuilder, compile_cuda_program
+    from mpk.codegen.prompt_program import PromptProgram
+    from mpk.runtime.cuda_engine import prompt_graph
+    from mpk.targets import hardware
+
+    name, *sizes = program
+    os.environ["MPK_CHECKED"] = str(int(name.startswith(CHECKED)))
+    begin = time.perf_counter()
+    graph = lowered(name.removeprefix(CHECKED), *sizes)
+    target = hardware.load(graph.target)
+    assert target.kernel is not None
+    end = time.perf_counter()
+    builder = CudaProgramBuilder(graph)
+    cubin = compile_cuda_program(builder, target.kernel, PromptProgram(prompt_graph(graph, target), builder) if graph.ranks == 1 else None)
+    return json.dumps({"program": program, "lowered_s": round(end - begin, 1), "compiled_s": round(time.perf_counter() - end, 1),
                        "kernel": str(cubin.resources["mpk_run"])})
 
 
@@ -125,7 +146,8 @@ class Run:
 
     def compile(self) -> None:
         programs = list(dict.fromkeys(p for part in self.chosen for p in part.programs))
-        with ProcessPoolExecutor(max(1, min(len(programs), os.cpu_count() or 1))) as pool, (self.folder / "compile.log").open("w") as log:
+        fresh = multiprocessing.get_context("spawn")  # a forked process could not use the driver
+        with ProcessPoolExecutor(max(1, min(len(programs), os.cpu_count() or 1)), mp_context=fresh) as pool, (self.folder / "compile.log").open("w") as log:
             for line in pool.map(compile_program, programs):
                 print(line, file=log, flush=True)
 
@@ -163,10 +185,7 @@ class Run:
         begin = time.monotonic()
         with (self.folder / f"{part.name.replace(' ', '_')}.log").open("w") as log:
             try:
-                code: int | str = subprocess.run([a.format(**given) for a in part.command], stdout=log, stderr=subprocess.STDOUT, timeout=limit, check=False,
-                                                 env=environment).returncode
-            except subprocess.TimeoutExpired:
-                code = f"longer than {limit:.0f} s"
+                code = _ended(subprocess.Popen([a.format(**given) for a in part.command], stdout=log, stderr=subprocess.STDOUT, env=environment), limit)
             except OSError as error:
                 code = f"cannot be started: {error}"
         self._say({"part": part.name, "gpu": gpu, "ended": code, "seconds": round(time.monotonic() - begin, 1)})
@@ -177,6 +196,19 @@ class Run:
             print(json.dumps(line), file=summary, flush=True)
             if line["ended"] != 0:
                 self.failed.append(str(line["part"]))
+
+
+def _ended(process: subprocess.Popen[bytes], limit: float) -> int | str:
+    """The exit status, or what it was stopped for: first as by Ctrl-C, so that it says what it has found."""
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+    return f"longer than {limit:.0f} s"
 
 
 def main() -> None:

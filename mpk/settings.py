@@ -6,6 +6,7 @@
 | MPK_DUMP | folder into which each pass writes its result as text |
 | MPK_STOP_AFTER | `partition` or a pass behind it: lowering stops there, for debugging |
 | MPK_DEBUG | 1: show Python tracebacks of refused inputs |
+| MPK_CHECKED | 1: programs for GPUs hand over inside a block in ways that compute-sanitizer can follow (slower) |
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ def dump_folder() -> Path | None:
 
 def stop_after() -> str | None:
     return os.environ.get("MPK_STOP_AFTER") or None
+
+
+def checked() -> bool:
+    return os.environ.get("MPK_CHECKED", "") not in ("", "0")
 
 
 def debug() -> bool:

@@ -25,17 +25,24 @@ SHAPES = {
 CONTEXT = 4096
 
 
-def make(name: str) -> Any:
-    """Two random layers in float32 that hold bf16 values, on the GPU."""
-    import torch
+def config_of(name: str) -> Any:
+    """Of two layers."""
     import transformers
 
     family, hidden, intermediate, heads, kv_heads, head_dim, vocab = SHAPES[name]
-    config = getattr(transformers, f"{family}Config")(
+    return getattr(transformers, f"{family}Config")(
         vocab_size=vocab, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=2, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, head_dim=head_dim, max_position_embeddings=CONTEXT, rms_norm_eps=1e-5, tie_word_embeddings=False)
+        num_key_value_heads=kv_heads, head_dim=head_dim, max_position_embeddings=CONTEXT, rms_norm_eps=1e-5, tie_word_embeddings=False, architectures=[f"{family}ForCausalLM"])
+
+
+def make(name: str) -> Any:
+    """Two random layers in float32 that hold bf16 values."""
+    import torch
+    import transformers
+
+    config = config_of(name)
     torch.manual_seed(3)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    model = getattr(transformers, config.architectures[0])(config).float().eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.ndim > 1:
@@ -67,9 +74,9 @@ def test_logits_and_decoding_at_short_and_long_contexts(name: str) -> None:
     rng = np.random.default_rng(5)
     vocab = model.config.vocab_size
     for length in (1, 17, 100):
-        tokens = rng.integers(0, vocab, (1, length))
-        exact, half = (logits_of(m, tokens[0].tolist(), length) for m in (exact_model, half_model))
-        assert relative(instance.forward(tokens)[0], exact) <= 1.5 * relative(half, exact), length
+        row = rng.integers(0, vocab, (1, length))
+        exact, half = (logits_of(m, row[0].tolist(), length) for m in (exact_model, half_model))
+        assert relative(instance.forward(row)[0], exact) <= 1.5 * relative(half, exact), length
     # Sequences of very different lengths, up to the last position of the context: every token against one pass of the reference.
     prompts = [rng.integers(0, vocab, n).tolist() for n in (1, 700, CONTEXT - 12)]
     result = instance.generate(prompts, max_new_tokens=12, stop_tokens=[], logprobs=0)

@@ -153,6 +153,9 @@ def test_a_trace_becomes_a_timeline_of_the_chosen_steps() -> None:
     assert (t.spans["role"] == CONSUMER).all() and (t.spans["device"] == 0).all()
     everything = measured(graph, trace)
     assert (everything.steps, everything.duration_ns, len(everything.spans)) == (3, 360, sum(map(len, trace)))
+    planning = [np.concatenate([raw([(advance, 0, base - 40, base - 20)]), trace[0]]), trace[1]]  # ahead of the first step, as on GPUs
+    assert measured(graph, planning, first=1, steps=2).spans.tolist() == t.spans.tolist()
+    assert measured(graph, planning).steps == 3 and measured(graph, planning).duration_ns == 370
     late = [w.copy() for w in trace]  # a second device, whose clock is ahead by an hour
     for w in late:
         w["begin_ns"] += 3600 * 10**9

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import jinja2
 import numpy as np
 
+from mpk import settings
 from mpk.codegen import cuda_source, layout
 from mpk.codegen.cache import Store, digest
 from mpk.codegen.nvrtc import Cubin, Resources, compile_cubin, version
@@ -55,7 +56,7 @@ class CudaProgramBuilder(ProgramBuilder):
         environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
         template = environment.from_string((cuda_source.TARGETS / "cuda" / "program.cu.j2").read_text())
         return template.render(kinds=sorted({v.kind for v in (*self.variants, *prompts)}), variants=self.variants, prompt_variants=prompts, stages=stages,
-                               flagged=int(self.graph.flagged_bytes > 0))
+                               flagged=int(self.graph.flagged_bytes > 0), checked=int(settings.checked()))
 
     def cuda_tables(self) -> CudaTables:
         """Streams of all blocks; needs queues, events, arena and offsets."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import statistics
 import subprocess
@@ -70,19 +71,39 @@ def command(
         if plan.context > loaded.config.max_context:
             raise RequestError(f"--batch {b} and --context {c}", actual=f"{plan.context} tokens in the sequence that is read first",
                                expected=f"at most {loaded.config.max_context} (the context of {loaded.name})")
-    systems: dict[str, System] = {"mpk": _mpk(compiler, loaded, plans, quiet=json)}
+    makers: dict[str, Callable[[], System]] = {"mpk": lambda: _mpk(compiler, loaded, plans, quiet=json)}
     if against is not None:
-        systems[against] = peer_system(against, loaded.config, dtype, STEPS, tp)
-    for b in batches:
-        for c in contexts:
-            samples: dict[str, list[float]] = {name: [] for name in systems}
-            for system in systems.values():
-                system(b, c)  # warm-up
-            for _ in range(repeats):  # alternately, so that a drift of the machine meets both
-                for name, system in systems.items():
-                    samples[name] += system(b, c)
-            for name, times in samples.items():
-                _report(line(name, loaded, compiler.target, tp, dtype, b, c, times), json, output)
+        makers[against] = lambda: peer_system(against, loaded.config, dtype, STEPS, tp)
+    for names in _turns(list(makers), loaded.config, dtype, tp, compiler.target):
+        systems = {name: makers[name]() for name in names}
+        for b in batches:
+            for c in contexts:
+                for name, times in _samples(systems, b, c, repeats).items():
+                    _report(line(name, loaded, compiler.target, tp, dtype, b, c, times), json, output)
+        systems.clear()
+        gc.collect()  # frees the memory of devices
+
+
+def _turns(names: list[str], config: DecoderConfig, dtype: str, tp: int, target: Target) -> list[list[str]]:
+    """Which systems are measured together: all, or each by itself where a device has no room for the weights of all."""
+    if target.backend != "cuda" or len(names) == 1:
+        return [names]
+    from mpk.runtime.cuda_device import Device
+
+    free, _ = Device(0).free_memory()
+    weights = floor_bytes(config, dtype, 0, 0) / tp + config.vocab_size * config.hidden_size * (2 if dtype == "bf16" else 4)
+    return [names] if len(names) * weights < 0.85 * free else [[name] for name in names]
+
+
+def _samples(systems: Mapping[str, System], batch: int, context: int, repeats: int) -> dict[str, list[float]]:
+    """Milliseconds of single steps of every system, which take turns, so that a drift of the machine meets all of them."""
+    samples: dict[str, list[float]] = {name: [] for name in systems}
+    for system in systems.values():
+        system(batch, context)  # warm-up
+    for _ in range(repeats):
+        for name, system in systems.items():
+            samples[name] += system(batch, context)
+    return samples
 
 
 def _numbers(text: str, option: str) -> list[int]:

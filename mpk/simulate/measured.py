@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from mpk.graph.sm_task_graph import SMTaskGraph
 
 
+NEVER = np.iinfo(np.int64).max
+
+
 def measured(graph: SMTaskGraph, spans: Sequence[np.ndarray], first: int = 0, steps: int | None = None, devices: int = 1) -> Timeline:
     """The steps [first, first + steps) of a traced run as a timeline; `steps` None: all that follow.
 
@@ -41,10 +44,12 @@ def _window(graph: SMTaskGraph, spans: Sequence[np.ndarray], first: int, steps: 
     """When the chosen steps begin and end on one device's clock, and how many they are."""
     closing = np.array([t.kind == "advance" for t in graph.tasks])
     ends = np.sort(np.concatenate([w["end_ns"][closing[w["task"]] & (w["phase"] == RUN)] for w in spans]))
+    started = min((int(w["begin_ns"][~closing[w["task"]] & (w["phase"] == RUN)].min(initial=NEVER)) for w in spans), default=NEVER)
+    planned, ends = ends[ends <= started], ends[ends > started]  # GPUs begin with an `advance` that closes nothing, and only plans the first step
     wanted = len(ends) - first if steps is None else steps
     if wanted < 1 or len(ends) < first + wanted:
         raise InternalError(f"the trace holds {len(ends)} steps, expected {first + max(wanted, 1)}")
-    begin = int(ends[first - 1]) if first else min(int(w["begin_ns"].min()) for w in spans if len(w))
+    begin = int(ends[first - 1]) if first else int(planned[-1]) if len(planned) else min(int(w["begin_ns"].min()) for w in spans if len(w))
     return begin, int(ends[first + wanted - 1]), wanted
 
 

@@ -1,6 +1,6 @@
 """A short generation to run under compute-sanitizer: `compute-sanitizer --tool memcheck|racecheck|synccheck python -m tests.support.cuda_sanitize`.
 
-All paths of a small model: a prompt over several steps, three sequences, greedy and sampled with penalties, log-probabilities, `forward`.
+All paths of a small model: prompts over several steps and in prompt steps, three sequences, greedy and sampled with penalties, log-probabilities, `forward`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ def main() -> None:
     prompts = [rng.integers(0, 131, n).tolist() for n in (1, 21, 9)]
     greedy = instance.generate(prompts, max_new_tokens=3, stop_tokens=[], logprobs=2)
     sampled = instance.generate(prompts[:2], max_new_tokens=3, stop_tokens=[], temperature=0.9, top_k=20, top_p=0.9, repetition_penalty=1.2, seed=5)
+    long = instance.generate([rng.integers(0, 131, 41).tolist(), rng.integers(0, 131, 30).tolist()], max_new_tokens=2, stop_tokens=[])  # read by the prompt graph
     logits = instance.forward(rng.integers(0, 131, (2, 19)))
-    print(greedy.tokens, sampled.tokens, float(np.abs(logits).mean()))
+    print(greedy.tokens, sampled.tokens, long.tokens, float(np.abs(logits).mean()))
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ struct SliceInput {
         if (there(i)) g[i][0] = __ldg(weights), g[i][1] = __ldg(weights + 1);
       }
     }
-    b.wait();
+    b.wait_events();
     uint4 v[each];
 #pragma unroll
     for (int i = 0; i < each; ++i) v[i] = there(i) ? load_16(mine + i * 256) : uint4{};

@@ -38,6 +38,7 @@ struct Block {
   void sync_group() const { emulation::group_meetings[warp / 4].attend(128); }
   void wait() {}
   void wait_last() {}
+  void wait_events(int = 0) {}
   void arrived() {}
   bool may_poll(uint32_t&, bool = false) const { std::fprintf(stderr, "data does not come that somebody waits for\n"), std::abort(); }
   bool may_poll_rank(uint32_t&, int source, uint32_t, uint32_t) const { std::fprintf(stderr, "no part of rank %d\n", source), std::abort(); }

@@ -79,13 +79,17 @@ struct Block {
   // Waits for the last of them only.
   __device__ __forceinline__ void wait_last() { wait_from(arguments == nullptr ? 0 : block_memory().records[place].instruction.wait_count - 1); }
   __device__ __forceinline__ void wait_from(int first) {
+    wait_events(first);
+    arrived();
+  }
+  // Without a word about inputs having come, for bodies that wait for data and say so themselves.
+  __device__ __forceinline__ void wait_events(int first = 0) {
     if (arguments == nullptr) return;
     const Record& record = block_memory().records[place];
     if (record.instruction.wait_count != 0) {
       if (thread == 0 && !await_all(*arguments, block_memory().waits, record, first, step->number)) leave();
       sync();
     }
-    arrived();
   }
   // Marks the moment at which the inputs are there (the last call counts). Any thread may call it, the first one's counts.
   __device__ __forceinline__ void arrived() const {

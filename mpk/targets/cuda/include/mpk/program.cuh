@@ -94,6 +94,10 @@ __device__ __forceinline__ void end_task(const Arguments& a, const Record& recor
   trace(a.launch, record.instruction.task, 0, m.started_ns, ended);
 }
 
+// Which thread this is, asked of the hardware anew for every task: what follows from it (addresses of fragments, above all) would otherwise
+// be computed once, ahead of the loop over all tasks, and kept in some 50 registers that the tasks do not have.
+__device__ __forceinline__ void find_thread(Block& b) { b.thread = own_thread(), b.warp = b.thread / 32, b.lane = b.thread % 32; }
+
 // Of programs without a graph that reads prompts. (READS: whether there is one.)
 struct NoPrompts {
   static constexpr bool READS = false;
@@ -117,7 +121,7 @@ __device__ __forceinline__ bool read_prompt_step(const Context& c, int thread, S
 template <class Dispatch>
 __device__ __forceinline__ bool run_prompt_instruction(const Arguments& a, const Context& c, Block& b, const Record& record, Dispatch dispatch) {
   ++b.sequence;
-  b.thread = own_thread(), b.warp = b.thread / 32, b.lane = b.thread % 32;  // anew, so that nothing is kept that follows from them
+  find_thread(b);
   if (b.thread == 0) begin_task(a, b);
   const bool only_logits = record.instruction.iargs[1] != 0;  // of all positions: nothing else needs the results
   if (only_logits && b.step->logit_rows == 0)
@@ -206,6 +210,7 @@ __device__ __forceinline__ void consume(const Arguments& a, Dispatch dispatch, P
       ++b.sequence;
       if (fetches) await_records(), fetch_record(&m.records[(b.place + 2) % RECORDS], record_at(m, i + 2), b.lane);
       if (b.thread == 0) begin_task(a, b);
+      find_thread(b);
       if (record.apart) b.sync();
       dispatch(c, record.instruction, b);
       const int64_t ended = b.thread == 0 ? trace_time(a.launch) : 0;
@@ -233,7 +238,7 @@ __device__ __forceinline__ void run_program(const Arguments& a, Dispatch dispatc
   if (thread == 0) {
     for (int s = 0; s < STAGES; ++s) {
       barrier_init(full_barrier(s), 1);
-      barrier_init(empty_barrier(s), WARPS);
+      barrier_init(empty_barrier(s), WARPS * WARP_ARRIVALS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     tile_ring().prepare();

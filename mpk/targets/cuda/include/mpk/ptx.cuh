@@ -208,6 +208,32 @@ __device__ __forceinline__ uint32_t transpose_8x8(uint32_t pair) {
   return out;
 }
 
+// ---- race detectors
+// Programs built with MPK_CHECKED=1 hand over in ways that race detectors can follow. They know nothing of a flag that one thread polls (an
+// access of the memory model's relaxed kind, but an ordinary instruction in shared memory) nor of a warp whose first lane arrives for all.
+#ifndef MPK_CHECKED
+#define MPK_CHECKED 0
+#endif
+
+// A word of shared memory that threads set and poll without waiting for one another.
+struct Flag {
+  volatile int value;
+#if MPK_CHECKED
+  __device__ __forceinline__ operator int() const { return atomicOr(const_cast<int*>(&value), 0); }
+  __device__ __forceinline__ void operator=(int v) { atomicExch(const_cast<int*>(&value), v); }
+#else
+  __device__ __forceinline__ operator int() const { return value; }
+  __device__ __forceinline__ void operator=(int v) { value = v; }
+#endif
+};
+
+// A warp has read what `barrier` guards; all its lanes call this. WARP_ARRIVALS: how often a warp arrives.
+constexpr int WARP_ARRIVALS = MPK_CHECKED ? 32 : 1;
+__device__ __forceinline__ void warp_arrive(uint32_t barrier, int lane) {
+  __syncwarp();
+  if (MPK_CHECKED || lane == 0) barrier_arrive(barrier);
+}
+
 // ---- of one thread
 // This thread's lane, asked of the hardware again. What follows from a lane (addresses of fragments, say) is then computed where it
 // is used; otherwise compilers compute all of it once, outside of every loop, and keep it in registers that are not there.

@@ -22,10 +22,10 @@ static_assert(STAGES <= MAX_STAGES, "a barrier for every stage");
 // What loader and consumers of one block share, besides the stages.
 struct RingControl {
   uint64_t full[MAX_STAGES], empty[MAX_STAGES];
-  volatile int shut;         // 1: inputs are on their way, so few weights may be (small messages queue behind bulk copies)
-  volatile int stop;         // leave; STOP_*
-  volatile int open;         // stages may be filled: prompts, whose tasks have the same memory, are read
-  volatile int started;      // Block::sequence of the last instruction whose inputs have come; for runs without pipelining
+  Flag shut;         // 1: inputs are on their way, so few weights may be (small messages queue behind bulk copies)
+  Flag stop;         // leave; STOP_*
+  Flag open;         // stages may be filled: prompts, whose tasks have the same memory, are read
+  Flag started;      // Block::sequence of the last instruction whose inputs have come; for runs without pipelining
 };
 
 // Shared memory of a block: control, control of the tiles of prompts (tiles.cuh), what block.cuh says, stages, scratch. Addresses in it are
@@ -56,8 +56,7 @@ struct WeightRing {
   }
   // The warp has read the stage; all its lanes call this.
   __device__ __forceinline__ void release(int lane) {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(empty_barrier(stage));
+    warp_arrive(empty_barrier(stage), lane);
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
   __device__ __forceinline__ void shut(int value) const { ring_control().shut = value; }
@@ -90,7 +89,7 @@ class Loader {
 
  private:
   __device__ bool await_start(int instruction) {
-    while (ring_control().started - instruction <= 0)
+    while (ring_control().started - instruction < 0)
       if (ring_control().stop) return false;
     return true;
   }

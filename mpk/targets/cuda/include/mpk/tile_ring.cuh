@@ -15,7 +15,7 @@ struct Control {
   Job job;
   int used;   // stages, modulo 2 * STAGE_COUNT; of thread 0
   int jobs;   // posted so far
-  volatile int stop;
+  Flag stop;
 };
 
 // Where the stages stand and what guards them: shared addresses.
@@ -29,7 +29,7 @@ struct Ring {
 
   // One thread, before the others see it.
   __device__ __forceinline__ void prepare() const {
-    for (int s = 0; s < STAGE_COUNT; ++s) barrier_init(full(s), 1), barrier_init(empty(s), PACKED_TILES);
+    for (int s = 0; s < STAGE_COUNT; ++s) barrier_init(full(s), 1), barrier_init(empty(s), PACKED_TILES * WARP_ARRIVALS);
     barrier_init(posted(), 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     control->used = control->jobs = 0, control->stop = 0;
@@ -58,8 +58,7 @@ struct Reader {
   __device__ __forceinline__ void advance() { at = (at + 1) % (2 * STAGE_COUNT); }
   // The warp has read the stage `behind` the present one.
   __device__ __forceinline__ void release(int behind, int lane) const {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(ring.empty((at - behind) & (STAGE_COUNT - 1)));
+    warp_arrive(ring.empty((at - behind) & (STAGE_COUNT - 1)), lane);
   }
 };
 
