@@ -25,7 +25,8 @@ struct Sizes {
 // A product of one task.
 struct Product {
   int n, epilogue, packed_tiles;  // tiles of 16 rows
-  bool biased, halves;            // halves: packed in tiles of 8 rows
+  bool biased;
+  uint32_t halves;  // all bits set: packed in tiles of 8 rows
   const float* bias;
   __device__ __forceinline__ int columns() const { return epilogue == kSwiglu ? 8 : 16; }  // outputs of a packed tile
 };
@@ -123,8 +124,8 @@ struct Finish {
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
       // Rows of gate, then of up; of two tiles of 8 rows: 4 of gate, 4 of up, and again.
-      const float* from = sums + q * WARP_FLOATS + token * STRIDE + (p.halves ? unit / 2 * 8 + unit % 2 * 2 : unit * 2);
-      float2 gate = *reinterpret_cast<const float2*>(from), up = *reinterpret_cast<const float2*>(from + (p.halves ? 4 : 8));
+      const float* from = sums + q * WARP_FLOATS + token * STRIDE + (p.halves != 0 ? unit / 2 * 8 + unit % 2 * 2 : unit * 2);
+      float2 gate = *reinterpret_cast<const float2*>(from), up = *reinterpret_cast<const float2*>(from + (p.halves != 0 ? 4 : 8));
       const int column = (packed + q) * 8 + unit * 2;
       if (p.biased && column < p.n) {
         const float *gates = p.bias + column, *ups = gates + (p.n + 15) / 16 * 16;
@@ -137,24 +138,25 @@ struct Finish {
   }
 };
 
-// Operand A of 16 columns from 8 bytes of each of two tiles of 8 rows, `v` and `w`.
-__device__ __forceinline__ uint4 joined(uint32_t v0, uint32_t v1, uint32_t w0, uint32_t w1) { return {v0, w0, v1, w1}; }
-__device__ __forceinline__ uint4 chosen(bool first, uint4 v, uint4 w) {
-  return {first ? v.x : w.x, first ? v.y : w.y, first ? v.z : w.z, first ? v.w : w.w};
+// v where the bits of `mask` are set, else w.
+__device__ __forceinline__ uint32_t chosen(uint32_t mask, uint32_t v, uint32_t w) { return (v & mask) | (w & ~mask); }
+
+// Operands A of two steps of 16 columns: of a tile of 16 rows they are as they were packed, one piece each; of two tiles of 8 rows a piece
+// has both steps of one tile.
+__device__ __forceinline__ void arrange(uint32_t halves, uint4& v, uint4& w) {
+  const uint4 first{v.x, chosen(halves, w.x, v.y), chosen(halves, v.y, v.z), chosen(halves, w.y, v.w)};
+  w = {chosen(halves, v.z, w.x), chosen(halves, w.z, w.y), chosen(halves, v.w, w.z), w.w};
+  v = first;
 }
 
-// One chunk: its fragments into `a`, its four products on their way. `halves` is the same in a warp; a branch would end the products' overlap.
+// One chunk: its fragments into `a`, its four products on their way. `halves`: all bits set or none. Selecting by bits rather than by a condition: a
+// branch would end the overlap of products, and of a condition the compiler makes one, by having the loop twice.
 template <int WIDTH>
-__device__ __forceinline__ void multiply(tiles::Reader& reader, const Block& b, bool valid, bool halves, uint4 (&a)[4], float (&d)[WIDTH / 2], int sum) {
+__device__ __forceinline__ void multiply(tiles::Reader& reader, const Block& b, bool valid, uint32_t halves, uint4 (&a)[4], float (&d)[WIDTH / 2], int sum) {
   const uint32_t stage = reader.wait(), at = stage + b.warp * tiles::WARP_BYTES + b.lane * 16;
-  uint4 w[4];
-#pragma unroll
-  for (int k = 0; k < 4; ++k) w[k] = shared_load_16(at + k * 512);
-#pragma unroll
-  for (int run = 0; run < 2; ++run) {  // of 32 columns; two tiles of 8 rows stand one behind the other
-    a[2 * run] = chosen(halves, joined(w[run].x, w[run].y, w[run + 2].x, w[run + 2].y), w[2 * run]);
-    a[2 * run + 1] = chosen(halves, joined(w[run].z, w[run].w, w[run + 2].z, w[run + 2].w), w[2 * run + 1]);
-  }
+  const uint32_t apart = 512 + (halves & 512);  // of two tiles of 8 rows, one stands behind the other
+  a[0] = shared_load_16(at), a[1] = shared_load_16(at + apart), a[2] = shared_load_16(at + 1536 - apart), a[3] = shared_load_16(at + 1536);
+  arrange(halves, a[0], a[1]), arrange(halves, a[2], a[3]);
 #pragma unroll
   for (int k = 0; k < 4; ++k)
     if (!valid) a[k] = uint4{};
@@ -200,19 +202,17 @@ __device__ __forceinline__ void run(const Context& c, const Instruction& i, Bloc
   const Sizes& sizes = *reinterpret_cast<const Sizes*>(params);
   Product p{};
   p.n = int(__ldg(&sizes.n)), p.epilogue = int(__ldg(&sizes.epilogue));
-  const int64_t* places = c.places + i.iargs[0];
-  const int tile_rows = int(__ldg(places)), packed = tiles::PACKED_ROWS / tile_rows;
-  p.packed_tiles = (p.n + p.columns() - 1) / p.columns(), p.halves = packed == 2;
+  p.packed_tiles = (p.n + p.columns() - 1) / p.columns();
   p.biased = __ldg(&sizes.bias) != 0.0f, p.bias = params + sizeof(Sizes) / sizeof(float);
   wait_inputs(b);
   if (b.thread == 0) {
     const int k = int(__ldg(&sizes.k)), shares = int(__ldg(&sizes.shares)), rows = b.step->rows;
     const int weight_tiles = (p.packed_tiles + tiles::PACKED_TILES - 1) / tiles::PACKED_TILES;
-    const tiles::Cut cut = tiles::cut_of(k, tile_rows);
+    const int64_t* places = c.places + i.iargs[0];
+    const int tile_rows = int(__ldg(places));
     tiles::Job job{};
     job.weights = c.weights + i.weights, job.place = places + 1, job.activations = operand<unsigned char>(c, i, 0);
-    job.packed_tiles = (p.n * packed + p.columns() - 1) / p.columns(), job.tile_rows = tile_rows, job.stages = cut.stages, job.parts = cut.parts, job.chunks = tiles::chunks_of(k),
-    job.filled = (k + tiles::CHUNK - 1) / tiles::CHUNK;
+    job.cut((p.n * (tiles::PACKED_ROWS / tile_rows) + p.columns() - 1) / p.columns(), tile_rows, k);
     job.rows = rows, job.room = c.prompt_room;
     job.width = tiles::choose_width(rows, weight_tiles, shares), job.columns = (rows + job.width - 1) / job.width;
     job.first = i.tile_begin, job.step = shares, job.count = weight_tiles * job.columns;
@@ -220,6 +220,7 @@ __device__ __forceinline__ void run(const Context& c, const Instruction& i, Bloc
   }
   b.sync();
   const tiles::Job& job = b.tiles.control->job;
+  p.halves = job.tile_rows == tiles::PACKED_ROWS ? 0u : ~0u;
   if (job.width == tiles::WIDEST)
     compute<tiles::WIDEST>(c, i, b, p, job);
   else

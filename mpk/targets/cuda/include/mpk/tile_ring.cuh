@@ -96,29 +96,32 @@ class Loader {
     const int weight_tile = j.weight_tile(tile), row = j.row(tile), rows = min(j.width, round_up(j.rows - row, 8));
     const int packed = j.packed_a_tile(), valid = min(packed, j.packed_tiles - weight_tile * packed);
     const bool loads = lane_ < valid;
-    const int stages = j.stages, own = 2 * RUN_BYTES * j.tile_rows;  // bytes of a chunk of a packed tile
-    const int of_warp = RUN_BYTES * j.tile_rows * j.parts, piece = min(own, of_warp), bytes = valid * own + rows * CHUNK_BYTES;
-    const int64_t* place = j.place + int64_t(weight_tile * packed + (loads ? lane_ : 0)) * stages;
+    const int bytes = valid * j.chunk_bytes + rows * CHUNK_BYTES;
+    const int64_t* place = j.place + int64_t(weight_tile * packed + (loads ? lane_ : 0)) * j.stages;
     const unsigned char* weights = j.weights;  // at the present warp's columns
     const unsigned char* from = j.activations + int64_t(row) * CHUNK_BYTES;
-    int in_tile = 0, in_stage = 0;  // stage; bytes used of the warp's part of it
+    int in_tile = 0, in_stage = 0;  // stage; bytes used of the warp's part of it. The rest is read from the job each time: the warp has few registers
 #pragma unroll 1
     for (int left = j.chunks, filled = j.filled; left > 0; --left) {
       const int stage = at_ % STAGE_COUNT;
       const uint32_t full = ring_.full(stage);
-      uint32_t to = ring_.stage(stage) + lane_ * own;
+      uint32_t to = ring_.stage(stage) + lane_ * j.chunk_bytes;
       while (!barrier_try(ring_.empty(stage), at_ / STAGE_COUNT ^ 1))
         if (ring_control().stop == STOP_STARVED) return false;
       if (lane_ == 0) barrier_expect(full, bytes);
       __syncwarp();
       if (lane_ == LAST_LANE) bulk_load_shared(ring_.stage(stage) + WEIGHT_BYTES, from, rows * CHUNK_BYTES, full);
 #pragma unroll 1
-      for (int done = 0; done < own; done += piece, to += piece) {
-        if (loads) bulk_load_shared(to, weights + __ldg(place + in_tile) + in_stage, piece, full);
-        in_stage += piece;
-        if (in_stage < of_warp) continue;
-        in_stage = 0;
-        if (++in_tile == stages) in_tile = 0, weights += of_warp;
+      for (int missing = j.chunk_bytes; missing > 0;) {
+        const unsigned char* piece = weights + __ldg(place + in_tile) + in_stage;
+        const int bytes = j.copy_bytes;
+        in_stage += bytes, missing -= bytes;
+        if (in_stage == j.warp_bytes) {
+          in_stage = 0;
+          if (++in_tile == j.stages) in_tile = 0, weights += j.warp_bytes;
+        }
+        if (loads) bulk_load_shared(to, piece, bytes, full);  // when all are on their way, the job may be another
+        to += bytes;
       }
       // Weights of a last chunk that only makes the number even are zero: any activations will do, here those of the chunk before.
       if (--filled > 0) from += int64_t(j.room) * CHUNK_BYTES;

@@ -54,12 +54,19 @@ struct Job {
   const int64_t* place;              // [packed tiles][stages] byte offsets of stages from `weights`
   const unsigned char* activations;  // [chunks][room][64]
   int packed_tiles, tile_rows;       // 16 or 8 rows each
+  int chunk_bytes, copy_bytes, warp_bytes;  // of a packed tile: of a chunk; of one copy, all or half of that; of a warp's columns in a stage
   int stages, parts, chunks, filled; // chunks: an even number, of which `filled` are not zero in all weights
   int rows, room;                    // of the step; of the buffer
   int width, columns;                // tokens a tile; tiles side by side
   int first, step, count;            // this block's tiles: first, first + step, ... below count
   int begin;                         // stages used before, modulo 2 * STAGE_COUNT
 
+  // How the matrix of `count` packed tiles of `rows` rows and `k` columns is cut.
+  __device__ __forceinline__ void cut(int count, int rows, int k) {
+    const Cut cut = cut_of(k, rows);
+    packed_tiles = count, tile_rows = rows, stages = cut.stages, parts = cut.parts, chunks = chunks_of(k), filled = (k + CHUNK - 1) / CHUNK;
+    warp_bytes = RUN_BYTES * rows * parts, chunk_bytes = CHUNK_BYTES * rows, copy_bytes = warp_bytes < chunk_bytes ? warp_bytes : chunk_bytes;
+  }
   __device__ __forceinline__ int packed_a_tile() const { return WEIGHT_ROWS / tile_rows; }
   __device__ __forceinline__ int tiles() const { return first < count ? (count - first + step - 1) / step : 0; }
   __device__ __forceinline__ int weight_tile(int tile) const { return tile / columns; }
