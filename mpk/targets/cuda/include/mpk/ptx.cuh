@@ -226,6 +226,18 @@ struct Flag {
   __device__ __forceinline__ void operator=(int v) { value = v; }
 #endif
 };
+// A time that threads keep together.
+struct Clock {
+  volatile int64_t value;
+#if MPK_CHECKED
+  using Word = unsigned long long;
+  __device__ __forceinline__ operator int64_t() const { return int64_t(atomicAdd(reinterpret_cast<Word*>(const_cast<int64_t*>(&value)), Word(0))); }
+  __device__ __forceinline__ void operator=(int64_t v) { atomicExch(reinterpret_cast<Word*>(const_cast<int64_t*>(&value)), Word(v)); }
+#else
+  __device__ __forceinline__ operator int64_t() const { return value; }
+  __device__ __forceinline__ void operator=(int64_t v) { value = v; }
+#endif
+};
 
 // A warp has read what `barrier` guards; all its lanes call this. WARP_ARRIVALS: how often a warp arrives.
 constexpr int WARP_ARRIVALS = MPK_CHECKED ? 32 : 1;
