@@ -36,12 +36,14 @@ class Prepared:
     instance: Instance
 
 
-def prepare(name: str, batch: int = 1, context: int = 512, steps: int = 64, pipelining: bool = True, flagged: bool = True, trace: int = 0) -> Prepared:
-    """Lower, compile and bring to the GPU; `flagged`: whether data is its own flag, or event counters order everything."""
+def prepare(name: str, batch: int = 1, context: int = 512, steps: int = 64, pipelining: bool = True, flagged: bool = True, trace: int = 0,
+            half_tiles: bool = True) -> Prepared:
+    """Lower, compile and bring to the GPU; `flagged`: whether data is its own flag, or event counters order everything; `half_tiles`: whether products may be cut in
+    tiles of 8 rows of weights."""
     config = shapes.shape(name)
     source = shapes.RandomWeights(config, registry.build_graph(config))
     target = replace(hardware.load("h200"), flagged=flagged)
-    graph = pipeline.lower(registry.build_graph(config), target, Options(target.max_rows, target.max_rows, "bf16"))
+    graph = pipeline.lower(registry.build_graph(config), target, Options(target.max_rows, target.max_rows, "bf16", half_tiles=half_tiles))
     engine = build_cuda_engine(graph, source, random_seed=1, pipelining=pipelining)
     instance = engine.create_instance(batch, context + steps + 64, stall_limit_s=2.0, trace_spans=trace)
     return Prepared(name, batch, context, steps, pipelining, trace > 0, graph, engine, instance)

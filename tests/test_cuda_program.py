@@ -29,7 +29,7 @@ from mpk.targets import hardware
 from mpk.tasks.base import kind_of
 from mpk.tasks.matrices import matrix_bytes, matrix_key
 from mpk.tasks.packing import from_bf16, to_bf16
-from mpk.tasks.stages import groups, stage_order, stage_shape
+from mpk.tasks.stages import groups, stage_order, stage_shape, stages_of
 
 CONFIG = DecoderConfig("LlamaForCausalLM", 300, 72, 136, 2, 9, 3, 8, 1e-5, 128, RopeScaling())
 
@@ -44,6 +44,13 @@ def without_flags() -> tuple[SMTaskGraph, shapes.RandomWeights]:
     source = shapes.RandomWeights(CONFIG, registry.build_graph(CONFIG))
     target = replace(hardware.load("h200"), flagged=False, workers=5)
     return pipeline.lower(registry.build_graph(CONFIG), target, Options(16, 16, "bf16")), source
+
+
+@pytest.mark.parametrize(("columns", "depth", "count"), [(1024, 1024, 1), (576, 1024, 1), (1100, 512, 3), (2560, 512, 5), (3072, 1024, 3), (14336, 1024, 14)])
+def test_a_stage_of_eight_rows_has_twice_the_columns(columns: int, depth: int, count: int) -> None:
+    shape = stage_shape(columns, 8)
+    assert (shape.depth, shape.count) == (depth, count)
+    assert shape.bytes == 16 * depth and shape.padded_columns >= columns
 
 
 @pytest.mark.parametrize(("columns", "depth", "count"), [(64, 256, 1), (576, 256, 3), (896, 512, 2), (2560, 512, 5), (4864, 256, 19),
@@ -99,7 +106,7 @@ def test_every_block_loads_what_its_instructions_use() -> None:
         stages: Counter[int] = Counter()
         for load in loads:
             stages[queue[load["instruction"]]] += int(load["count"])
-        wanted = {t: (graph.tasks[t].tile_end - graph.tasks[t].tile_begin) * stage_shape(int(graph.operator(t).attrs["k"])).count
+        wanted = {t: (graph.tasks[t].tile_end - graph.tasks[t].tile_begin) * stages_of(graph.operator(t)).count
                   for t in queue if graph.tasks[t].kind in ("linear", "head")}
         assert stages == wanted
         assert (np.diff(loads["instruction"]) >= 0).all()
@@ -206,12 +213,13 @@ def test_without_a_gpu_auto_is_the_processor_and_building_for_one_is_refused() -
         Compiler("h200", workers=5).build(graph, LoadedModel(CONFIG, source, None, "test"))
 
 
-def test_the_product_compiles_within_the_registers_of_its_threads() -> None:
+@pytest.mark.parametrize("tile_columns", [8, 4])
+def test_the_product_compiles_within_the_registers_of_its_threads(tile_columns: int) -> None:
     try:
         nvrtc.version()
     except TargetError as error:
         pytest.skip(str(error))
-    constants = "static constexpr int n = 96, k = 576, epilogue = 2; static constexpr float eps = 1e-5f; "
+    constants = f"static constexpr int n = 96, k = 2048, epilogue = 2, tile_columns = {tile_columns}; static constexpr float eps = 1e-5f; "
     constants += "static constexpr bool norm = true, bias = true, gather_logit_rows = false;"
     source = f"""#include "mpk/program.cuh"
 #include "linear/cuda.cuh"

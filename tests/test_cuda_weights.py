@@ -17,12 +17,15 @@ from mpk.codegen.cuda_weights import WeightLoader
 from mpk.frontend.source import LoadedModel
 from mpk.models import registry, shapes
 from mpk.models.config import DecoderConfig, RopeScaling
+from mpk.passes.partition import short_name
 from mpk.runtime import cuda_device
 from mpk.tasks.base import kind_of
 from mpk.tasks.matrices import matrix_key
 from mpk.tasks.packing import read_bf16
+from mpk.tasks.stages import stages_of
 
 CONFIG = DecoderConfig("LlamaForCausalLM", 300, 72, 136, 2, 9, 3, 8, 1e-5, 128, RopeScaling())
+HALVED = DecoderConfig("LlamaForCausalLM", 300, 1000, 80, 1, 9, 3, 8, 1e-5, 128, RopeScaling())  # qkv in 7.5 tiles, gate and up in 10
 
 
 class LateDevice:
@@ -85,24 +88,27 @@ def at(address: int, count: int, dtype: Any) -> np.ndarray:
 
 
 def pack(p: Any) -> None:
-    """`mpk_pack` in numpy: stages of 16 rows in fragment order, written where `place` says."""
-    tiles, columns, stages, depth = (int(p[n]) for n in ("tiles", "columns", "stages", "depth"))
-    rows = np.zeros((tiles, 16, stages * depth), np.uint16)
-    rows[:, :, :columns] = at(p["rows"], tiles * 16 * columns, np.uint16).reshape(tiles, 16, columns)
+    """`mpk_pack` in numpy: stages of 16 or 8 rows in fragment order, written where `place` says."""
+    tiles, columns, stages, depth, height = (int(p[n]) for n in ("tiles", "columns", "stages", "depth", "tile_rows"))
+    rows = np.zeros((tiles, height, stages * depth), np.uint16)
+    rows[:, :, :columns] = at(p["rows"], tiles * height * columns, np.uint16).reshape(tiles, height, columns)
     place = at(p["place"], tiles * stages, np.int64).reshape(tiles, stages)
     parts = depth // 256
     # [tile, half of rows, row, warp, stage, part, quarter, step, half of columns, pair]
-    split = rows.reshape(tiles, 2, 8, 8, stages, parts, 4, 2, 2, 2)
-    fragments = split.transpose(0, 4, 3, 5, 7, 2, 6, 8, 1, 9)  # [tile, stage, warp, part, step, row, quarter, half of columns, half of rows, pair]
+    if height == 16:
+        split = rows.reshape(tiles, 2, 8, 8, stages, parts, 4, 2, 2, 2)
+        fragments = split.transpose(0, 4, 3, 5, 7, 2, 6, 8, 1, 9)  # [tile, stage, warp, part, step, row, quarter, half of columns, half of rows, pair]
+    else:
+        fragments = rows.reshape(tiles, 8, 8, stages, parts, 4, 8).transpose(0, 3, 2, 4, 1, 5, 6)  # [tile, stage, warp, part, row, quarter, element]
     for tile in range(tiles):
         for stage in range(stages):
-            at(p["out"] + place[tile, stage], 16 * depth, np.uint16)[:] = fragments[tile, stage].reshape(-1)
+            at(p["out"] + place[tile, stage], height * depth, np.uint16)[:] = fragments[tile, stage].reshape(-1)
 
 
 def fragments_of(memory: np.ndarray, plan: Any, offset: int, columns: int) -> np.ndarray:
-    """The matrix [tiles * 16, columns] that stands in `memory`, by the address of every element."""
-    parts, stages = plan.shape.depth // 256, plan.shape.count
-    out = np.empty((len(plan.place) * 16, columns), np.uint16)
+    """The matrix [tiles * rows of a tile, columns] that stands in `memory`, by the address of every element."""
+    parts, stages, height = plan.shape.depth // 256, plan.shape.count, plan.shape.rows
+    out = np.empty((len(plan.place) * height, columns), np.uint16)
     column = np.arange(columns)
     warp, rest = np.divmod(column, stages * parts * 32)
     stage, rest = np.divmod(rest, parts * 32)
@@ -111,18 +117,25 @@ def fragments_of(memory: np.ndarray, plan: Any, offset: int, columns: int) -> np
     step, rest = np.divmod(rest, 4)
     half, pair = np.divmod(rest, 2)
     for row in range(len(out)):
-        tile, r = divmod(row, 16)
+        tile, r = divmod(row, height)
         lane = r % 8 * 4 + quarter
-        fragment = ((warp * parts + part) * 2 + step) * 32 + lane
-        place = offset + plan.place[tile, stage] + fragment * 16 + (half * 2 + r // 8) * 4 + pair * 2
+        run, word = warp * parts + part, half * 2 + r // 8
+        if height == 8:
+            fragment, word = run * 32 + lane, step * 2 + half
+        else:
+            fragment = (run * 2 + step) * 32 + lane
+        place = offset + plan.place[tile, stage] + fragment * 16 + word * 4 + pair * 2
         out[row] = memory[place] | memory[place + 1].astype(np.uint16) << 8
     return out
 
 
-@pytest.mark.parametrize("block", [16 * 72 * 2, 5000, 1 << 20])
-def test_every_matrix_arrives_whatever_the_size_of_a_buffer(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = shapes.RandomWeights(CONFIG, registry.build_graph(CONFIG))
-    graph = Compiler("h200", workers=5).lower_model(LoadedModel(CONFIG, source, None, "test"))
+@pytest.mark.parametrize(("block", "config", "workers", "halved"), [
+    (16 * 72 * 2, CONFIG, 5, set()), (5000, CONFIG, 5, set()), (1 << 20, CONFIG, 5, set()), (20000, HALVED, 7, {"qkv", "gate_up"}), (1 << 20, HALVED, 7, {"qkv", "gate_up"})])
+def test_every_matrix_arrives_whatever_the_size_of_a_buffer(block: int, config: DecoderConfig, workers: int, halved: set[str],
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    source = shapes.RandomWeights(config, registry.build_graph(config))
+    graph = Compiler("h200", workers=workers).lower_model(LoadedModel(config, source, None, "test"))
+    assert {short_name(op) for op in graph.tensor_graph.operators if kind_of(op).halves and stages_of(op).rows == 8} == halved
     monkeypatch.setattr(cuda_weights, "BLOCK_BYTES", block)
     monkeypatch.setattr(cuda_weights, "PART_BYTES", 3000)
     monkeypatch.setattr(cuda_device, "PinnedArray", pinned)
@@ -143,8 +156,8 @@ def test_every_matrix_arrives_whatever_the_size_of_a_buffer(block: int, monkeypa
         else:
             found = fragments_of(memory.data, builder.plans[index], offset, whole.shape[1])
             if op.attrs["epilogue"] == "swiglu":
-                gate_up = found.reshape(-1, 2, 8, whole.shape[1])
+                gate_up = found.reshape(-1, 2, stages_of(op).rows // 2, whole.shape[1])
                 found = np.concatenate([gate_up[:, half].reshape(-1, whole.shape[1])[: len(whole) // 2] for half in (0, 1)])
         np.testing.assert_array_equal(found[: len(whole)], whole, err_msg=op.name)
         checked += 1
-    assert checked == 2 + 4 * CONFIG.num_layers  # embedding, head, and qkv, o, gate_up, down of every layer
+    assert checked == 2 + 4 * config.num_layers  # embedding, head, and qkv, o, gate_up, down of every layer

@@ -109,7 +109,8 @@ def test_products_find_the_stages_of_the_decode_graph(joined: tuple[PromptProgra
         if op.kind == "prompt_linear":
             plan, offset = plans[matrix_key(kind_of(op), op, program.graph)]
             begin = int(i["iargs"][0])
-            assert (tables.places[begin : begin + plan.place.size].reshape(plan.place.shape) == plan.place).all()
+            assert tables.places[begin] == plan.shape.rows
+            assert (tables.places[begin + 1 : begin + 1 + plan.place.size].reshape(plan.place.shape) == plan.place).all()
             assert i["weights"] == offset
             products += 1
         behind = op.name in ("l1.attention", "l1.o", "l1.gate_up.norm", "l1.gate_up", "l1.down", "logits.norm", "logits")  # the last append

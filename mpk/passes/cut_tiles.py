@@ -4,7 +4,8 @@ Runs on GPU targets whose description allows it, behind everything that makes or
 product of 320 tiles on 132 workers takes as long as one of 396; in tiles of 8 rows, as one of 330. Guarantees that a product
 whose tiles change has half as many output columns a tile (attr `tile_columns`), and that what goes with it, range by range (`TaskKind.follows`),
 is cut alike; nothing else changes. Declines where the worker with the most would not be done earlier: more tiles make more groups of sums (of
-`GROUP` tiles), and each group costs its threads a meeting. Declines also where stages of 8 rows would be smaller or would pad more (columns not a
+`GROUP` tiles), and each group costs its threads a meeting. Small gains are not worth it: workers that are done leave their bandwidth to the others,
+so the estimate, in which they do not, says too much. Declines also where stages of 8 rows would be smaller or would pad more (columns not a
 multiple of twice the stage of 16 rows), since what a stage costs does not depend on its size.
 """
 
@@ -19,6 +20,8 @@ from mpk.tasks.base import kind_of
 from mpk.tasks.packing import PANEL
 from mpk.tasks.stages import groups, stages_of
 
+WORTH = 0.05  # least gain
+
 
 def run(graph: TensorGraph, target: Target, options: Options) -> TensorGraph:
     """The graph with the better of both cuts for every product."""
@@ -26,8 +29,8 @@ def run(graph: TensorGraph, target: Target, options: Options) -> TensorGraph:
     out: list[Operator] = []
     for op in graph.operators:
         kind = kind_of(op)
-        leads = kind.halves and longest_us(half := halve(op), graph, target, options) < longest_us(op, graph, target, options) and same_stages(op, half)
-        if leads or (kind.follows and kind.buffers(op, graph)[kind.follows] in halved):
+        better = kind.halves and same_stages(op, halve(op)) and gain(op, graph, target, options) >= WORTH
+        if better or (kind.follows and kind.buffers(op, graph)[kind.follows] in halved):
             op = halve(op)
             halved.update(op.outputs)
         out.append(op)
@@ -43,6 +46,11 @@ def same_stages(whole: Operator, half: Operator) -> bool:
     """Whether the matrix has the same bytes, in stages of the same size, either way."""
     a, b = stages_of(whole), stages_of(half)
     return a.bytes == b.bytes and a.padded_columns == b.padded_columns
+
+
+def gain(op: Operator, graph: TensorGraph, target: Target, options: Options) -> float:
+    """Part of the time of a product that smaller tiles save."""
+    return 1 - longest_us(halve(op), graph, target, options) / longest_us(op, graph, target, options)
 
 
 def longest_us(op: Operator, graph: TensorGraph, target: Target, options: Options) -> float:

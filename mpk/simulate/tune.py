@@ -81,6 +81,8 @@ def choices(config: DecoderConfig, target: Target, base: Options) -> Iterator[li
         yield [(f"{a}/{b} KB in flight", {"flight": (a * 1024, b * 1024)}) for a, b in FLIGHT_KB if (a * 1024, b * 1024) != own]
     yield [(f"placement {p}", {"placement": p}) for p in PLACEMENTS if p != base.placement]
     yield [("larger shares stay", {"rotate": False})]
+    if target.half_tiles and base.half_tiles:
+        yield [("whole tiles only", {"half_tiles": False})]
     yield [(f"{s} signals a task", {"signals": s}) for s in (1, 2, 4, 8) if s != target.max_signals_per_task]
     for name in SPLIT_OPERATORS:
         yield [(f"{name} in {count} tasks", {"tasks": (*(t for t in base.tasks if t[0] != name), (name, count))})
