@@ -31,9 +31,10 @@ def run(graph: TensorGraph, target: Target, options: Options) -> TensorGraph:
         kind = kind_of(op)
         better = kind.halves and same_stages(op, halve(op)) and gain(op, graph, target, options) >= WORTH
         if better or (kind.follows and kind.buffers(op, graph)[kind.follows] in halved):
-            op = halve(op)
             halved.update(op.outputs)
-        out.append(op)
+            out.append(halve(op))
+        else:
+            out.append(op)
     return graph.with_operators(out, graph.values).check()
 
 

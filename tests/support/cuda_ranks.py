@@ -17,9 +17,9 @@ from mpk.graph.sm_task_graph import SMTaskGraph, Task
 from mpk.graph.tensor_graph import Operator
 from mpk.passes.memory import lay_out_params
 from mpk.runtime.state import page_bytes
+from mpk.tasks import stages
 from mpk.tasks.base import StepView, WeightSource, kind_of
 from mpk.tasks.matrices import matrix_shape
-from mpk.tasks import stages
 from tests.support import cuda_emulator
 from tests.support.cuda_kinds import LAUNCH, SCRATCH_BYTES, SOURCES, THREADS
 

@@ -6,8 +6,8 @@ import numpy as np
 
 from mpk.graph.sm_task_graph import Task
 from mpk.graph.tensor_graph import Operator
-from mpk.tasks.base import Env
 from mpk.tasks.all_reduce.task import own_columns
+from mpk.tasks.base import Env
 
 
 def run(op: Operator, task: Task, env: Env) -> None:
