@@ -22,6 +22,7 @@ from mpk.tasks.head.sharing import MESSAGE_COLUMNS, PART_COLUMNS, slices
 from mpk.tasks.packing import from_bf16, round_to, to_bf16
 from mpk.tasks.rope_table.cases import CASES as ROPE
 from mpk.tasks.rotary_attention.cases import CASES as ATTENTION
+from mpk.tasks.rotary_attention.cases import DECODING
 from mpk.tasks.rotary_attention.sharing import LEAST_BLOCKS, STATISTICS, has_single_rows_form, kv_block, shares, single_rows
 from mpk.tasks.sample import reference as sampling
 from mpk.tasks.sample.cases import OPTIONS
@@ -116,17 +117,19 @@ class Attention:
         importlib.import_module("mpk.tasks.rotary_attention.reference").run(op, Task(0, 0, op.kind, 0, self.kv_heads, (), ()), env)
         return env.buffers[op.outputs[0]].reshape(self.rows, self.heads, self.head_dim)
 
-    def execute(self, blocks: int, max_rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Output as the device left it, float32, and the pages of the cache."""
+    def execute(self, blocks: int, max_rows: int, emulated: bool = False, late: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Output as the device left it, float32, and the pages of the cache; `late`: of inputs that come while they are polled."""
         kind, op = kind_of(self.case.op), self.case.op
         columns = self.heads * (self.head_dim if self.splits == 1 else self.splits * (self.head_dim + STATISTICS))
         out = np.full((max_rows, columns), POISON, np.float32)
-        m = Machine(max_batch=self.slots, max_context=self.plain.shape[1], max_pages=self.cache.table.shape[1], num_pages=len(self.cache.pages))
+        m = Machine(emulated, max_batch=self.slots, max_context=self.plain.shape[1], max_pages=self.cache.table.shape[1], num_pages=len(self.cache.pages))
         put_step(m, self.segments, self.step.tokens, self.step.logit_rows, max_rows)
         m.put("kv", self.cache.pages)
         m.put("page_table", self.cache.table)
         m.put("params", np.append(kind.params(op, self.case.graph, self.weights), np.float32(0)))
         m.buffers(("qkv", "rope", "out"), min(3, self.rows), qkv=to_bf16(self.qkv), rope=self.rope, out=to_bf16(out) if self.splits == 1 else out)
+        if late:
+            m.hold_back("qkv", "rope")
         m.run("rotary_attention", kind.variant(op, self.case.graph, "bf16"), kind.operands, spread(kind.tiles(op, self.case.graph), blocks))
         if self.splits == 1:
             assert m.is_cleared("out")  # partial results are cleared by who reads them
@@ -167,6 +170,35 @@ def test_attention_rotates_appends_and_attends_as_its_reference(case: Case) -> N
             np.testing.assert_allclose(after.get(slot, position), run.plain[slot, position], 2.0**-7, 1e-4)
             run.cache.put(slot, position, after.get(slot, position))
         assert np.array_equal(pages, run.cache.pages), f"{label}: cache changed outside its region"
+
+
+@pytest.mark.parametrize("case", [c for c in ATTENTION if c.op.attrs["splits"] in (3, 33)], ids=lambda c: c.label)
+def test_attention_takes_inputs_that_come_late_and_in_any_order(case: Case) -> None:
+    for segments in (case.steps[3], case.steps[5], *DECODING[:2], DECODING[-1]):
+        run = Attention(case, segments)
+        (out, pages), (expected, expected_pages) = (run.execute(2, MAX_ROWS, True, late) for late in (True, False))
+        assert np.array_equal(out.view(np.uint32), expected.view(np.uint32)) and np.array_equal(pages, expected_pages), f"{segments}"
+
+
+@pytest.mark.parametrize("splits", [3, 33])
+def test_combine_takes_partial_results_that_come_late_and_in_any_order(splits: int) -> None:
+    case = next(c for c in COMBINE if c.op.attrs["splits"] == splits)
+    heads, kv_heads, head_dim = (int(case.op.attrs[n]) for n in ("heads", "kv_heads", "head_dim"))
+    for segments in (case.steps[2], ((0, 3, 2), (1, 90, 3)), DECODING[0], DECODING[-1]):
+        step = step_view(segments, 33)
+        rng = np.random.default_rng(2)
+        partial = rng.standard_normal((MAX_ROWS, kv_heads, splits, heads // kv_heads, head_dim + STATISTICS), dtype=np.float32)
+        partial[..., -3] = np.abs(partial[..., -3]) + 1
+        results = []
+        for late in (True, False):
+            m = Machine(emulated=True, max_batch=MAX_ROWS)
+            put_step(m, segments, step.tokens, step.logit_rows, MAX_ROWS)
+            m.buffers(("partial", "out"), 0, partial=partial, out=np.zeros((len(step.tokens), heads * head_dim), np.uint16))
+            if late:
+                m.hold_back("partial")
+            m.run("attention_combine", kind_of(case.op).variant(case.op, case.graph, "bf16"), kind_of(case.op).operands, spread(heads, 2))
+            results.append(m.get("out"))
+        assert np.array_equal(*results), f"{segments}"
 
 
 @pytest.mark.gpu
