@@ -116,7 +116,7 @@ class Machine:
         self.arrays: dict[str, np.ndarray] = {}
         self.offsets: dict[str, int] = {}
         self.flagged: set[str] = set()
-        self.late = np.zeros(0, np.uint8)  # see hold_back()
+        self.late: np.ndarray = np.zeros(0, np.uint8)  # see hold_back()
 
     def put(self, name: str, array: np.ndarray, field: bool = True) -> None:
         """Upload `array` as field `name` of the context (or as none)."""

@@ -25,12 +25,12 @@ class SingleRowsTask {
     const bool newest = n == 0;  // the block of the row itself, which is brought and appended here
     Warp<V> warp{};  // on every path: else registers hold what they held, all through the program
     warp.locate();
-    const int page = page_of(n);
+    const int ahead = min(n + own_lane() / 2 * own.stride, own.blocks - 1), page = page_of(ahead);  // of the warp's first blocks, two lanes each
     Asked asked{};
     if constexpr (FLAGGED) ask(asked, newest);  // before anything that needs the page's number: words may be there already
-    bf16* keys = keys_of(n, page);
+    bf16* keys = keys_of(n, __shfl_sync(ALL_LANES, page, 0));
     warp.load_keys(keys, 0), warp.load_values(keys + P::VALUES, 0);
-    bring_nearer(n);
+    bring_nearer(n, ahead, page);
     pad_queries();
     if (!waited) wait_inputs(b), waited = true;
     if constexpr (!FLAGGED) ask(asked, newest);
@@ -110,11 +110,12 @@ class SingleRowsTask {
   __device__ __forceinline__ bf16* keys_of(int n, int page) const {
     return kv_page<bf16>(c, i.layer, page, kv_head, S::kv_heads, S::head_dim) + (own.last() - n) % P::BLOCKS * P::BLOCK_ELEMENTS;
   }
-  // Has the L2 fetch blocks that the warp comes to after block `n`, which there are no registers for yet: they come while it waits for its queries.
-  __device__ __forceinline__ void bring_nearer(int n) const {
+  // Has the L2 fetch blocks that the warp comes to after its first one, which there are no registers for yet: they come while it waits for its
+  // queries. Lanes 2 j and 2 j + 1 have the number of block j and its page (of later ones than there are: some other block).
+  __device__ __forceinline__ void bring_nearer(int first, int number, int page) const {
     constexpr int BLOCKS = 2;
-    const int lane = own_lane(), ahead = n + (1 + lane / 2) * own.stride;
-    if (lane < 2 * BLOCKS && ahead < own.blocks) prefetch_bulk(keys_of(ahead, page_of(ahead)) + lane % 2 * P::VALUES, P::BLOCK_ELEMENTS * 2);
+    const int lane = own_lane(), j = lane / 2;
+    if (j >= 1 && j <= BLOCKS && first + j * own.stride < own.blocks) prefetch_bulk(keys_of(number, page) + lane % 2 * P::VALUES, P::BLOCK_ELEMENTS * 2);
   }
 
   // Queries beyond the group's last one are multiplied like others, so they must be numbers.
