@@ -147,7 +147,7 @@ def test_a_product_that_sends_compiles_within_the_registers_of_its_threads() -> 
     source = """
 #include "mpk/program.cuh"
 #include "linear/cuda.cuh"
-struct Variant { static constexpr int n = 4096, k = 2048, epilogue = 3, columns = 4104, ranks = 8, two_shot_rows = 4; static constexpr float eps = 0;
+struct Variant { static constexpr int n = 4096, k = 2048, epilogue = 3, columns = 4104, ranks = 8, two_shot_rows = 4, tile_columns = 8; static constexpr float eps = 0;
                  static constexpr bool bf16 = true, norm = false, bias = true, gather_logit_rows = false; };
 struct Dispatch {
   __device__ __forceinline__ void operator()(const mpk::Context& c, const mpk::Instruction& i, mpk::Block& b) const { mpk::linear::run<Variant>(c, i, b); }

@@ -42,7 +42,7 @@ def stage_shape(columns: int, rows: int = TILE_ROWS) -> StageShape:
 
 def stages_of(op: Operator) -> StageShape:
     """Stages of a product's matrix on a target whose tiles are rows of weights: `tile_columns` of each of the matrices side by side in a tile."""
-    matrices = 2 if op.attrs["epilogue"] == "swiglu" else 1
+    matrices = 2 if op.attrs.get("epilogue") == "swiglu" else 1
     return stage_shape(int(op.attrs["k"]), int(op.attrs.get("tile_columns", TILE_ROWS)) * matrices)
 
 

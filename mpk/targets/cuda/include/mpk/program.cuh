@@ -250,6 +250,7 @@ __device__ __forceinline__ void run_program(const Arguments& a, Dispatch dispatc
     block_memory().count = stream_begin[block + 1] - stream_begin[block];
     block_memory().first = address<const Record>(a.kernel.records) + stream_begin[block];
   }
+  if (thread < WARPS * NOTE_BYTES / 16) block_memory().notes[thread] = uint4{};
   __syncthreads();
   const int count = block_memory().count;
   if (count == 0 && !PromptDispatch::READS) return;  // nothing orders the end of a step behind a block without tasks, so it may not read the step
