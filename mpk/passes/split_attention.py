@@ -2,8 +2,7 @@
 
 Runs before `partition`, because it decides how many tasks attention can be cut into. With fewer key-value heads than
 workers, or a number that leaves workers idle, the context of each head is split so that every worker has work. One split
-needs no merge; more splits write partial results that `attention_combine` merges in a fixed order. Behind `rotary_attention` a tile
-of it is a piece of a head's columns, as many pieces as give every worker one.
+needs no merge; more splits write partial results that `attention_combine` merges in a fixed order.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import replace
 
 from mpk.errors import InternalError
 from mpk.graph.tensor_graph import Operator, TensorGraph, Value
-from mpk.tasks.rotary_attention.sharing import choose_pieces, statistics_columns
+from mpk.tasks.rotary_attention.sharing import STATISTICS
 
 WANTED_EFFICIENCY = 0.95
 ATTENTION_KINDS = ("attention", "rotary_attention")
@@ -47,13 +46,10 @@ def run(graph: TensorGraph, workers: int, wanted: int = 0) -> TensorGraph:
             continue
         heads, head_dim = int(op.attrs["heads"]), int(op.attrs["head_dim"])
         partial = f"l{op.layer}.partial"
-        # one partial result a (query head, split): head_dim sums, the running maximum, the running denominator; on GPUs both for every piece
-        pieces, statistics = 1, 2
-        if op.kind == "rotary_attention":
-            pieces = choose_pieces(heads, head_dim, workers)
-            statistics = statistics_columns(pieces)
+        # one partial result a (query head, split): head_dim sums, the running maximum, the running denominator, and perhaps padding
+        statistics = STATISTICS if op.kind == "rotary_attention" else 2
         values[partial] = Value(partial, heads * splits * (head_dim + statistics), element_bytes=4, flagged=graph.values[op.outputs[0]].flagged)
-        attrs = {**op.attrs, "splits": splits, "pieces": pieces, "statistics": statistics}
+        attrs = {**op.attrs, "splits": splits, "statistics": statistics}
         operators.append(replace(op, outputs=(partial, *op.outputs[1:]), attrs=attrs))
         operators.append(Operator(f"l{op.layer}.combine", "attention_combine", (partial,), op.outputs[:1], {}, attrs, op.layer))
     return graph.with_operators(operators, values).check()

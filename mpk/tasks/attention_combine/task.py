@@ -1,14 +1,12 @@
-"""Task kind `attention_combine`: merges the partial results of the splits in a fixed order; a tile is one piece of a query head's columns.
+"""Task kind `attention_combine`: merges the partial results of the splits in a fixed order; a tile is one query head.
 
 Operator: inputs (partial results of `attention`,), outputs (attn [rows, heads * head_dim],), attrs as `attention` and
-pieces, of the columns of a head (1; on GPU targets as `split_attention` chooses), and
-statistics, the columns behind the sums of a partial result: maximum and sum of exponentials for each piece, and perhaps padding.
+statistics, the columns behind the sums of a partial result (2; 4 behind `rotary_attention`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import product
 
 from mpk.graph.sm_task_graph import Cost, Region
 from mpk.graph.tensor_graph import Operator, Scalar, TensorGraph
@@ -21,43 +19,33 @@ class AttentionCombine(TaskKind):
     operands = ("partial", "out")
 
     def tiles(self, op: Operator, graph: TensorGraph) -> int:
-        return int(op.attrs["heads"]) * self._pieces(op)
+        return int(op.attrs["heads"])
 
     def buffers(self, op: Operator, graph: TensorGraph) -> dict[str, str]:
         return {"partial": op.inputs[0], "out": op.outputs[0]}
 
     def reads(self, op: Operator, graph: TensorGraph, begin: int, end: int) -> tuple[Region, ...]:
-        """Of every split the tiles' columns of their heads' partial results, and their copies of the statistics."""
-        splits, head_dim, pieces = int(op.attrs["splits"]), int(op.attrs["head_dim"]), self._pieces(op)
-        group, width, columns = int(op.attrs["heads"]) // int(op.attrs["kv_heads"]), head_dim // pieces, head_dim + int(op.attrs.get("statistics", 2))
-        spans: list[list[int]] = []
-        for kv in range(begin // (group * pieces), -(-end // (group * pieces))):
-            heads = range(max(begin // pieces, kv * group), min(-(-end // pieces), (kv + 1) * group))
-            for split, head in product(range(splits), heads):
-                place = ((kv * splits + split) * group + head % group) * columns
-                first, last = max(begin - head * pieces, 0), min(end - head * pieces, pieces)
-                for low, high in ((first * width, last * width), (head_dim + 2 * first, head_dim + 2 * last if last < pieces else columns)):
-                    if spans and spans[-1][1] == place + low:
-                        spans[-1][1] = place + high
-                    else:
-                        spans.append([place + low, place + high])
-        return tuple(Region(op.inputs[0], low, high) for low, high in spans)
+        """One region a (key-value head, split): the places of the tiles' heads in its group."""
+        splits, columns = int(op.attrs["splits"]), int(op.attrs["head_dim"]) + int(op.attrs.get("statistics", 2))
+        group = int(op.attrs["heads"]) // int(op.attrs["kv_heads"])
+        regions = []
+        for kv in range(begin // group, -(-end // group)):
+            first, last = max(begin - kv * group, 0), min(end - kv * group, group)
+            for split in range(splits):
+                place = (kv * splits + split) * group
+                regions.append(Region(op.inputs[0], (place + first) * columns, (place + last) * columns))
+        return tuple(regions)
 
     def writes(self, op: Operator, graph: TensorGraph, begin: int, end: int) -> tuple[Region, ...]:
-        width = int(op.attrs["head_dim"]) // self._pieces(op)
-        return (Region(op.outputs[0], begin * width, end * width),)
+        head_dim = int(op.attrs["head_dim"])
+        return (Region(op.outputs[0], begin * head_dim, end * head_dim),)
 
     def cost(self, op: Operator, graph: TensorGraph, begin: int, end: int, dtype: str) -> Cost:
-        width, splits = int(op.attrs["head_dim"]) // self._pieces(op), int(op.attrs["splits"])
-        return Cost(0, (end - begin) * 4 * (splits * (width + 2) + width), (end - begin) * 3 * splits * width)
+        head_dim, splits = int(op.attrs["head_dim"]), int(op.attrs["splits"])
+        return Cost(0, (end - begin) * 4 * (splits * (head_dim + 2) + head_dim), (end - begin) * 3 * splits * head_dim)
 
     def variant(self, op: Operator, graph: TensorGraph, dtype: str) -> Mapping[str, Scalar]:
-        sizes = {name: int(op.attrs[name]) for name in ("heads", "kv_heads", "head_dim", "splits", "window")}
-        return {**sizes, "pieces": self._pieces(op), "least": LEAST_BLOCKS}
-
-    @staticmethod
-    def _pieces(op: Operator) -> int:
-        return int(op.attrs.get("pieces", 1))
+        return {**{name: int(op.attrs[name]) for name in ("heads", "kv_heads", "head_dim", "splits", "window")}, "least": LEAST_BLOCKS}
 
 
 KIND = AttentionCombine()

@@ -318,8 +318,7 @@ struct Warp {
       else
         store_4(own + j, bits(j));
     }
-    static_assert(Partial<V>::cuts <= 8, "a row each");
-    if (row < Partial<V>::cuts) store_8(to + Partial<V>::statistics(row), {__float_as_uint(max[q] * LN_2), __float_as_uint(total[q])});
+    if (row == 0) store_8(to + S::head_dim, {__float_as_uint(max[q] * LN_2), __float_as_uint(total[q])});
   }
 
   // The same, finished, if `wanted`. All lanes: a word has two values, which with an odd number of rows a lane may be of two lanes.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from mpk.tasks.case import Case, Segments, case, config
-from mpk.tasks.rotary_attention.sharing import choose_pieces, statistics_columns
-
-WORKERS = 132
+from mpk.tasks.rotary_attention.sharing import STATISTICS
 
 STEPS: tuple[Segments, ...] = (
     ((0, 0, 1),),
@@ -31,14 +29,13 @@ DECODING: tuple[Segments, ...] = (
 
 def _case(heads: int, kv_heads: int, head_dim: int, window: int = 0, splits: int = 1, norm: bool = False) -> Case:
     label = f"rotary_attention {heads}/{kv_heads}x{head_dim} window {window} splits {splits}" + " norm" * norm
-    pieces = choose_pieces(heads, head_dim, WORKERS)
-    out = heads * (head_dim if splits == 1 else splits * (head_dim + statistics_columns(pieces)))
+    out = heads * (head_dim if splits == 1 else splits * (head_dim + STATISTICS))
     weights = {role: {f"{role}.weight": (head_dim,)} for role in ("q_norm", "k_norm")} if norm else {}
     return case(label, "rotary_attention", config(heads=heads, kv_heads=kv_heads, head_dim=head_dim),
                 {"qkv": (heads + 2 * kv_heads) * head_dim, "rope": head_dim, "kv": 2 * kv_heads * head_dim},
                 {"out": out, "kv_new": 2 * kv_heads * head_dim}, weights,
                 {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "window": window, "scale": head_dim**-0.5, "eps": 1e-6,
-                 "splits": splits, "pieces": pieces, "share_rows": False}, (*STEPS, *DECODING))
+                 "splits": splits, "share_rows": False}, (*STEPS, *DECODING))
 
 
 CASES = (

@@ -301,7 +301,7 @@ class Task {
 
   // ---- results
   __device__ __forceinline__ float* partial_of(int row, int in_group) const {
-    return flagged<float>(c, i, 2, b) + Partial<V>::offset(row, kv_head, split, in_group);
+    return flagged<float>(c, i, 2, b) + partial_offset(row, S::heads, kv_head, S::splits, split, S::group, in_group, S::head_dim);
   }
   __device__ __forceinline__ bf16* result_of(int row, int in_group) const {
     return flagged<bf16>(c, i, 2, b) + (int64_t(row) * S::heads + kv_head * S::group + in_group) * S::head_dim;
@@ -361,11 +361,8 @@ class Task {
         } else {
           float* out = partial_of(row, in_group);
           store_16(out + d, Turn<V>::as_words(sum));
+          if (d == 0) store_8(out + S::head_dim, {__float_as_uint(top * LN_2), __float_as_uint(total)});
         }
-      }
-      if constexpr (S::splits > 1) {
-        if (lane < Partial<V>::cuts)
-          store_8(partial_of(row, in_group) + Partial<V>::statistics(lane), {__float_as_uint(top * LN_2), __float_as_uint(total)});
       }
     }
   }

@@ -10,7 +10,7 @@ from mpk.tasks.attention.reference import partial_softmax, segments
 from mpk.tasks.base import Env
 from mpk.tasks.linear.reference import rms_norm
 from mpk.tasks.qkv.reference import rotate
-from mpk.tasks.rotary_attention.sharing import kv_block, shares, statistics_columns
+from mpk.tasks.rotary_attention.sharing import STATISTICS, kv_block, shares
 
 
 def turned(op: Operator, env: Env, head: int, role: str) -> np.ndarray:
@@ -49,7 +49,5 @@ def run(op: Operator, task: Task, env: Env) -> None:
                 if splits == 1:
                     out[row, kv * group * head_dim : (kv + 1) * group * head_dim] = (sums / total[:, None]).reshape(-1)
                     continue
-                pieces = int(a.get("pieces", 1))
-                place = out[row].reshape(kv_heads, splits, group, head_dim + statistics_columns(pieces))[kv, split]
-                place[:, :head_dim] = sums
-                place[:, head_dim : head_dim + 2 * pieces] = np.tile(np.stack([top, total], axis=1), pieces)
+                place = out[row].reshape(kv_heads, splits, group, head_dim + STATISTICS)[kv, split]
+                place[:, :head_dim], place[:, head_dim], place[:, head_dim + 1] = sums, top, total

@@ -15,26 +15,12 @@ from itertools import accumulate, pairwise
 TILE_QUERIES = 8
 LEAST_BLOCKS = 4
 WARPS = 8  # of a block of the CUDA back end
-MOST_PIECES = 8  # of a head's columns
-QUAD = 4  # columns of a partial result that a lane loads at a time
+STATISTICS = 4  # columns behind the sums of a partial result: maximum, sum of exponentials, and two for alignment
 
 
 def kv_block(head_dim: int) -> int:
     """Positions that a warp takes at a time."""
     return 32 if head_dim <= 64 else 16
-
-
-def choose_pieces(heads: int, head_dim: int, workers: int) -> int:
-    """Pieces of a head's columns that are merged by tasks of their own: as many as give every worker one task at most, a power of two."""
-    pieces = 1
-    while pieces < MOST_PIECES and heads * 2 * pieces <= workers and head_dim % (2 * pieces * QUAD) == 0:
-        pieces *= 2
-    return pieces
-
-
-def statistics_columns(pieces: int) -> int:
-    """Columns behind the sums of a partial result: maximum and sum of exponentials for each piece, up to a multiple of 16 bytes."""
-    return max(2 * pieces, QUAD)
 
 
 def shares(segments: Sequence[tuple[int, int]], group: int, window: int, block: int, splits: int) -> list[list[tuple[int, int]]]:

@@ -64,10 +64,10 @@ class SingleRowsTask {
       n += own.stride;
     }
     warp.finish();
-    float* partial = flagged<float>(c, i, 2, b) + Partial<V>::offset(b.warp, kv_head, split, warp.pair * 2);
+    float* partial = flagged<float>(c, i, 2, b) + partial_offset(b.warp, S::heads, kv_head, S::splits, split, S::group, warp.pair * 2, S::head_dim);
 #pragma unroll
     for (int q = 0; q < 2; ++q)
-      if (warp.pair * 2 + q < S::group) warp.write_partial(partial + q * Partial<V>::columns, q);
+      if (warp.pair * 2 + q < S::group) warp.write_partial(partial + q * partial_columns(S::head_dim), q);
     if (newest) append(keys);
   }
 

@@ -2,9 +2,8 @@
 
 Operator: inputs (qkv [rows, (heads + 2 kv_heads) * head_dim]: queries, keys, values as the product left them; rope [rows, head_dim];
 kv, the past of the cache), outputs (attn [rows, heads * head_dim], or for splits > 1 partial results [rows, kv_heads * splits *
-group * (head_dim + statistics)]; kv_new, the step's positions of the cache), weights {q_norm, k_norm: (name,) optional}, attrs {heads,
-kv_heads, head_dim, window, scale, eps, splits, share_rows: False; for splits > 1 pieces, of a head's columns as `attention_combine`
-merges them (1)}. `window` 0: unlimited. kv and kv_new are the same memory: what a
+group * (head_dim + 4)]; kv_new, the step's positions of the cache), weights {q_norm, k_norm: (name,) optional}, attrs {heads,
+kv_heads, head_dim, window, scale, eps, splits, share_rows: False}. `window` 0: unlimited. kv and kv_new are the same memory: what a
 step reads as the past no task of the step writes, so tiles are independent, and the past may be fetched at any time.
 
 A position of the step is appended by the split that has it (sharing.py). Regions are columns and cannot say that splits have
@@ -22,7 +21,7 @@ from mpk.graph.tensor_graph import Operator, Scalar, TensorGraph
 from mpk.tasks.attention.task import NOMINAL_CONTEXT
 from mpk.tasks.base import TaskKind, WeightSource
 from mpk.tasks.packing import ELEMENT_BYTES
-from mpk.tasks.rotary_attention.sharing import LEAST_BLOCKS, statistics_columns
+from mpk.tasks.rotary_attention.sharing import LEAST_BLOCKS, STATISTICS
 
 
 class RotaryAttention(TaskKind):
@@ -46,7 +45,7 @@ class RotaryAttention(TaskKind):
 
     def writes(self, op: Operator, graph: TensorGraph, begin: int, end: int) -> tuple[Region, ...]:
         heads, kv_heads, head_dim, splits = self._sizes(op)
-        columns = heads // kv_heads * (head_dim if splits == 1 else head_dim + statistics_columns(self._pieces(op)))
+        columns = heads // kv_heads * (head_dim if splits == 1 else head_dim + STATISTICS)
         regions = [Region(op.outputs[0], begin * columns, end * columns)]
         for at in (0, kv_heads * head_dim):
             first, last = (at + tile * head_dim // splits for tile in (begin, end))
@@ -64,16 +63,12 @@ class RotaryAttention(TaskKind):
     def variant(self, op: Operator, graph: TensorGraph, dtype: str) -> Mapping[str, Scalar]:
         sizes: dict[str, Scalar] = {name: int(op.attrs[name]) for name in ("heads", "kv_heads", "head_dim", "window", "splits")}
         norms: dict[str, Scalar] = {role: role in op.weights for role in ("q_norm", "k_norm")}
-        return {**sizes, "pieces": self._pieces(op), "least": LEAST_BLOCKS, "scale": float(op.attrs["scale"]), "eps": float(op.attrs["eps"]), **norms}
+        return {**sizes, "least": LEAST_BLOCKS, "scale": float(op.attrs["scale"]), "eps": float(op.attrs["eps"]), **norms}
 
     def params(self, op: Operator, graph: TensorGraph, source: WeightSource) -> np.ndarray:
         """q_norm, k_norm [head_dim], as far as the operator has them."""
         parts = [source.read(name).reshape(-1) for role in ("q_norm", "k_norm") for name in op.weights.get(role, ())]
         return np.concatenate(parts).astype(np.float32) if parts else np.zeros(0, np.float32)
-
-    @staticmethod
-    def _pieces(op: Operator) -> int:
-        return int(op.attrs.get("pieces", 1))
 
     @staticmethod
     def _sizes(op: Operator) -> tuple[int, int, int, int]:

@@ -109,21 +109,12 @@ struct SingleRows {
   }
 };
 
-// Partial results, [row][kv_head][split][head in group][columns]: head_dim sums (not yet divided), then for each piece of the head's columns
-// the maximum score and the sum of exponentials. A piece is merged by one task, so a copy each: every word has one reader, who clears it.
-// Splits without work on a segment write nothing for its rows. Variant: heads, kv_heads, head_dim, splits, pieces.
-template <class V>
-struct Partial {
-  static constexpr int heads = int(V::heads), group = heads / int(V::kv_heads), splits = int(V::splits), head_dim = int(V::head_dim);
-  static constexpr int cuts = int(V::pieces), width = head_dim / cuts;         // pieces, and columns of one
-  static constexpr int columns = head_dim + (cuts > 1 ? 2 * cuts : 4);  // a multiple of 16 bytes
-  static_assert(width % 4 == 0 && cuts * width == head_dim && head_dim % 8 == 0, "pieces of 16 bytes");
+// A partial result is head_dim sums (not yet divided), the maximum score, the sum of exponentials, and two words for alignment:
+// [row][kv_head][split][head in group][head_dim + 4]. Splits without work on a segment write nothing for its rows.
+constexpr int partial_columns(int head_dim) { return head_dim + 4; }
 
-  static __device__ __forceinline__ int64_t offset(int row, int kv_head, int split, int in_group) {
-    return (int64_t(row) * heads * splits + (kv_head * splits + split) * group + in_group) * columns;
-  }
-  // In a partial result.
-  static __device__ __forceinline__ int statistics(int piece) { return head_dim + 2 * piece; }
-};
+__device__ __forceinline__ int64_t partial_offset(int row, int heads, int kv_head, int splits, int split, int group, int in_group, int head_dim) {
+  return (int64_t(row) * heads * splits + (kv_head * splits + split) * group + in_group) * partial_columns(head_dim);
+}
 
 }  // namespace mpk
