@@ -125,6 +125,11 @@ def floor_bytes(config: DecoderConfig, dtype: str, batch: int, context: int) -> 
     return size * (weights + batch * cached * 2 * c.num_kv_heads * c.head_dim)
 
 
+def floor_ms(config: DecoderConfig, dtype: str, target: Target, tp: int, batch: int, context: int) -> float:
+    """Milliseconds of a step of `tp` devices that did nothing but read `floor_bytes`, each its part."""
+    return floor_bytes(config, dtype, batch, context) / tp / (target.rank_bandwidth(tp) * 1e6)
+
+
 def _mpk(compiler: Any, loaded: LoadedModel, plans: Mapping[tuple[int, int], DecodePlan], quiet: bool) -> System:
     return decode_steps(build(compiler, loaded, quiet)[0], loaded, plans)
 
@@ -148,7 +153,7 @@ def line(system: str, loaded: LoadedModel, target: Target, tp: int, dtype: str, 
          times: list[float]) -> dict[str, Any]:
     """One measurement as `benchmarks/results` keeps it: milliseconds, quartiles, floor and ratio to it."""
     q1, median, q3 = statistics.quantiles(times, n=4)
-    floor = floor_bytes(loaded.config, dtype, batch, context) / (target.bandwidth.value * 1e6) / tp
+    floor = floor_ms(loaded.config, dtype, target, tp, batch, context)
     return {"system": system, "model": loaded.name, "target": target.name, "device": _device(target), "tp": tp, "dtype": dtype, "batch": batch,
             "context": context, "ms_per_token": round(median, 4), "q1": round(q1, 4), "q3": round(q3, 4), "floor_ms": round(floor, 4),
             "ratio": round(median / floor, 3), "commit": _commit(), "date": date.today().isoformat()}

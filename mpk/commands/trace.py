@@ -34,7 +34,7 @@ def command(
 ) -> None:
     """Trace every task and wait of every worker; off everywhere else, so that nothing pays for it."""
     from mpk import frontend
-    from mpk.commands.bench import floor_bytes
+    from mpk.commands.bench import floor_ms
     from mpk.compiler import Compiler
     from mpk.simulate import page, perfetto, plot
     from mpk.simulate.measured import measured
@@ -68,9 +68,9 @@ def command(
         perfetto.write([timeline], output)
     if html is not None:
         title = f"{loaded.name} on {graph.target}, batch {batch}, context {context}"
-        floor_ms = floor_bytes(loaded.config, dtype, batch, context + steps // 2) / compiler.target.bandwidth.value / 1e6 / tp
+        floor = floor_ms(loaded.config, dtype, compiler.target, tp, batch, context + steps // 2)
         with writing("--html", html):
-            page.write_page([timeline], html, title=title, floor_ms=floor_ms)
+            page.write_page([timeline], html, title=title, floor_ms=floor)
     if png is not None:
         with writing("--png", png):
             plot.write_png([timeline], png)

@@ -149,7 +149,7 @@ class _Plain:
         attrs: dict[str, Scalar] = {**op.attrs, "heads": heads, "kv_heads": kv_heads, "splits": splits}
 
         def reads(begin: int, end: int) -> tuple[tuple[Region, ...], tuple[Region, ...]]:
-            return (Region(cache, 0, 2 * c.head_dim * (end - begin)),), ()
+            return (Region(cache, 0, 2 * c.head_dim * (-(-end // splits) - begin // splits)),), ()  # as many heads as the tiles touch
 
         kind = "rotary_attention" if any(k.name == "rotary_attention" for k in self.machine.kinds) else "attention"
         self._emit(op, kind, attrs, kv_heads * splits, reads, lambda b, e: Cost(0, 1, 1))

@@ -108,7 +108,7 @@ def simulate(graph: SMTaskGraph, *, target: Machine | str | None = None, batch: 
         if not 1 <= value <= most:
             raise RequestError(f"{name} {value}", expected=f"1 to {most}")
     wanted: Machine | str = target or graph.target
-    described = wanted if isinstance(wanted, Machine) else machine(hardware.load(wanted).with_workers(graph.num_workers))
+    described = wanted if isinstance(wanted, Machine) else machine(hardware.load(wanted).with_workers(graph.num_workers), devices)
     step = Step(batch, context)
     return run_program(graph, described, step, build(graph, described, step, steps, pipelining), devices)
 
