@@ -185,7 +185,7 @@ def _report(result: dict[str, Any], json: bool, output: Path | None) -> None:
     import json as json_module
 
     if output is not None:
-        with writing("--output", output), output.open("a", encoding="utf-8") as f:
+        with writing("--output", output, appends=True), output.open("a", encoding="utf-8") as f:
             f.write(json_module.dumps(result) + "\n")
     if json:
         print_json(result)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mpk import settings
-from mpk.commands.common import DEFAULT_MODEL, print_json, writing
+from mpk.commands.common import DEFAULT_MODEL, check_outputs, print_json, writing
 from mpk.errors import RequestError
 
 if TYPE_CHECKING:
@@ -39,13 +39,15 @@ def command(
         raise RequestError("--json and --text", expected="only one of them")
     if layer is not None and picture is None:
         raise RequestError(f"--layer {layer} without --picture", remedy="name the file of the picture with --picture")
+    check_outputs({"--save": save, "--picture": picture, "--schedule": schedule})
     compiler = Compiler(target, tensor_parallel_size=tp, dtype=dtype, workers=workers)
     loaded = frontend.load(model, shapes=True)
     started = time.perf_counter()
     graph = compiler.lower_model(loaded)
     report = describe(graph, loaded.name, time.perf_counter() - started)
     if save is not None:
-        graph.save(str(save))
+        with writing("--save", save):
+            graph.save(str(save))
     if picture is not None:
         _write("--picture", picture, draw.layer_svg(graph, layer or 0))
     if schedule is not None:

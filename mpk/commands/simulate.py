@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mpk.commands.common import DEFAULT_MODEL, check_writable, print_json, writing
+from mpk.commands.common import DEFAULT_MODEL, check_outputs, print_json, writing
 from mpk.errors import RequestError, TargetError
 
 if TYPE_CHECKING:
@@ -43,14 +43,13 @@ def command(
         from mpk.simulate.plot import require
 
         require()
-    for option, path in outputs.items():
-        if path is not None:
-            check_writable(option, path)
+    check_outputs(outputs)
     if batch < 1 or batch > 16:
         raise RequestError(f"--batch {batch}", expected="1 to 16")
     loaded = frontend.load(model, shapes=True)
-    if not 1 <= context <= loaded.config.max_context:
-        raise RequestError(f"--context {context}", expected=f"1 to {loaded.config.max_context} (the context of {loaded.name})")
+    most = loaded.config.max_context - 1  # the token of the step itself has a place too
+    if not 1 <= context <= most:
+        raise RequestError(f"--context {context}", expected=f"1 to {most} tokens before the step (the context of {loaded.name} is {most + 1})")
     compiler = Compiler(target, tensor_parallel_size=tp, dtype=dtype, workers=workers, max_batch=batch, enable_cross_op_pipelining=pipelining)
     require_room(compiler, loaded, tp, batch, context)
     started = time.perf_counter()
@@ -82,8 +81,9 @@ def require_room(compiler: Compiler, loaded: LoadedModel, tp: int, batch: int, c
     """Raise `TargetError` where weights and cache would not fit the target's memory."""
     from mpk.commands.bench import floor_bytes
 
-    capacity = compiler.target.capacity_gb.value
-    needed = floor_bytes(loaded.config, compiler.options.dtype, batch, context) / tp / 1e9
+    config, capacity = loaded.config, compiler.target.capacity_gb.value
+    table = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size * (2 if compiler.options.dtype == "bf16" else 4)
+    needed = (floor_bytes(config, compiler.options.dtype, batch, context) + table) / tp / 1e9
     if capacity and needed > capacity:
         raise TargetError(f"{loaded.name} on target {compiler.target.name}", expected=f"at most {capacity:g} GB on each device",
                           actual=f"{needed:.1f} GB of weights and cache with --tp {tp}", remedy="use more devices (--tp) or a larger target")

@@ -9,7 +9,7 @@ import numpy as np
 import typer
 
 from mpk.commands import communication, decode_plan
-from mpk.commands.common import DEFAULT_MODEL, build, check_writable, print_json, require_complete, writing
+from mpk.commands.common import DEFAULT_MODEL, build, check_outputs, print_json, require_complete, writing
 from mpk.errors import RequestError
 from mpk.simulate import analysis
 from mpk.simulate.timeline import PHASES
@@ -46,9 +46,7 @@ def command(
     compiler.require_device()
     if png is not None:
         plot.require()
-    for option, path in (("--output", output), ("--html", html), ("--png", png)):
-        if path is not None:
-            check_writable(option, path)
+    check_outputs({"--output": output, "--html": html, "--png": png})
     loaded = frontend.load(model, shapes=True)
     plan = decode_plan.with_prompt(batch, context, steps, compiler.options.max_rows, compiler.target.prompt_least if tp == 1 else 0)
     if plan.context > loaded.config.max_context:
