@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mpk.commands.bench import floor_bytes, floor_ms
 from mpk.compiler import Compiler
@@ -10,8 +13,11 @@ from mpk.frontend.source import LoadedModel
 from mpk.models import shapes
 from mpk.models.config import DecoderConfig, first_layers
 from mpk.simulate import simulate
+from mpk.simulate.analysis import bytes_per_step, covered_ns, series
+from mpk.simulate.baseline import compare
 from mpk.simulate.report import report, traffic
-from mpk.simulate.simulator import Simulation
+from mpk.simulate.simulator import Simulation, _apart
+from mpk.simulate.timeline import LOADER, SPAN
 from mpk.targets import hardware
 
 
@@ -55,3 +61,34 @@ def test_one_worker_of_a_gpu_does_a_whole_step() -> None:
     closing = s.graph.events[s.graph.tasks[-1].waits[-1]]
     assert not closing.carried and closing.threshold == 1
     assert s.latency_us > step("Qwen3-0.6B", "h200", 2).latency_us
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 40), st.integers(0, 5000)), min_size=1, max_size=12))
+def test_loads_at_a_time_are_drawn_apart_with_all_their_bytes(given_loads: list[tuple[int, int, int]]) -> None:
+    loads = np.zeros(len(given_loads), SPAN)
+    loads["role"], loads["task"] = LOADER, np.arange(len(loads))
+    for i, (begin, length, size) in enumerate(sorted(given_loads)):
+        loads[i]["begin_ns"], loads[i]["end_ns"], loads[i]["bytes"] = 1000 * begin, 1000 * (begin + length), size
+    drawn = _apart(loads)
+    assert (drawn["end_ns"] > drawn["begin_ns"]).all() and (drawn["begin_ns"][1:] >= drawn["end_ns"][:-1]).all()
+    assert covered_ns(drawn["begin_ns"], drawn["end_ns"]) == covered_ns(loads["begin_ns"], loads["end_ns"])
+    assert drawn["bytes"].sum() == loads["bytes"].sum()
+    for load in loads:
+        of_it = drawn[drawn["task"] == load["task"]]
+        assert abs(int(of_it["bytes"].sum()) - int(load["bytes"])) <= 1 + 0.01 * loads["bytes"].sum()  # but for pieces below a nanosecond
+
+
+@pytest.mark.parametrize(("batch", "context"), [(1, 5000), (16, 700)])
+def test_no_picture_shows_more_than_the_memory_gives(batch: int, context: int) -> None:
+    """Keys and values are loaded beside weights: what was drawn over one another came to several times the bandwidth."""
+    s = step("Qwen3-0.6B", "h200", 132, batch, context)
+    _, busy, rate = series(s.timeline, 400)
+    assert rate.max() / 1e9 <= 1.15 * s.machine.bandwidth_gb_s  # a load is drawn as if its bytes came evenly from its first request on
+    assert 0 <= busy.min() <= busy.max() <= 1
+    brought = bytes_per_step(s.timeline)[0]
+    assert brought == pytest.approx(traffic(s).total, rel=1e-6)  # the same figure in tables and pictures
+
+
+def test_no_kernel_moves_more_than_the_memory_gives() -> None:
+    for row in compare(step("Qwen3-0.6B", "cpp", 1, tp=2)):
+        assert row["memory_utilisation"] <= 1 <= row["ratio"], row["model"]
