@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpk.commands.bench import floor_bytes, floor_ms
+from mpk.commands.bench import floor_ms
 from mpk.compiler import Compiler
 from mpk.frontend.source import LoadedModel
 from mpk.models import shapes
 from mpk.models.config import DecoderConfig, first_layers
+from mpk.models.floor import floor_bytes
 from mpk.simulate import simulate
 from mpk.simulate.analysis import bytes_per_step, covered_ns, series
 from mpk.simulate.baseline import compare
@@ -92,3 +93,11 @@ def test_no_picture_shows_more_than_the_memory_gives(batch: int, context: int) -
 def test_no_kernel_moves_more_than_the_memory_gives() -> None:
     for row in compare(step("Qwen3-0.6B", "cpp", 1, tp=2)):
         assert row["memory_utilisation"] <= 1 <= row["ratio"], row["model"]
+
+
+@pytest.mark.parametrize(("name", "target", "tp"), [("SmolLM2-135M", "h200", 1), ("SmolLM2-135M", "cpp", 3), ("Qwen3-0.6B", "h200", 2)])
+def test_simulations_and_measurements_are_compared_with_the_same_floor(name: str, target: str, tp: int) -> None:
+    found = report(step(name, target, 2, 1, 512, tp=tp))
+    assert found["floor_us"] / 1e3 == pytest.approx(floor_ms(two_layers(name), "bf16", hardware.load(target), tp, 1, 512), abs=1e-6)
+    moved = found["memory_bytes"]["weights"] + found["memory_bytes"]["cache"]
+    assert moved * tp >= floor_bytes(two_layers(name), "bf16", 1, 512)  # what rows are padded to is read too, but need not be

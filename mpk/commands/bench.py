@@ -18,6 +18,7 @@ from mpk.commands import decode_plan
 from mpk.commands.common import build, check_writable, print_json, require_complete, writing
 from mpk.commands.peers import PEERS, peer_system
 from mpk.errors import RequestError
+from mpk.models.floor import floor_bytes
 
 if TYPE_CHECKING:
     from mpk.commands.decode_plan import DecodePlan
@@ -114,15 +115,6 @@ def _numbers(text: str, option: str) -> list[int]:
     if not values or min(values) < 1:
         raise RequestError(f"{option} {text}", expected="positive numbers separated by commas")
     return values
-
-
-def floor_bytes(config: DecoderConfig, dtype: str, batch: int, context: int) -> int:
-    """Bytes one decode step must read: every weight of a product once, and the keys and values of every sequence."""
-    c, size = config, 2 if dtype == "bf16" else 4
-    attention = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim * c.hidden_size
-    weights = c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size) + c.vocab_size * c.hidden_size
-    cached = sum(min(context, c.window(layer) or context) for layer in range(c.num_layers))
-    return size * (weights + batch * cached * 2 * c.num_kv_heads * c.head_dim)
 
 
 def floor_ms(config: DecoderConfig, dtype: str, target: Target, tp: int, batch: int, context: int) -> float:

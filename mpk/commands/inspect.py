@@ -94,14 +94,14 @@ def _print(report: dict[str, Any]) -> None:
 
     console = Console()
     console.print(f"[bold]{report['model']}[/bold] on {report['target']}, {report['workers']} workers, {report['dtype']}, "
-                  f"{_state()} in {report['lower_seconds']:.2f} s")
+                  f"{_state()} in {report['lower_seconds']:.2f} s", soft_wrap=True)
     table = Table("kind", "operators", "tasks", box=None)
     for kind, count in report["operators_per_kind"].items():
         table.add_row(kind, str(count), str(report["tasks_per_kind"].get(kind, 0)))
     table.add_row("all", str(report["operators"]), str(report["tasks"]))
     console.print(table)
     if report["ranks"] > 1:
-        console.print(f"{'ranks':14} {report['ranks']}, each with these tasks and its part of the weights, {report['peer_bytes'] / 1e6:.1f} MB for messages")
+        console.print(f"{'ranks':14} {report['ranks']}, each with these tasks and its part of the weights, {report['peer_bytes'] / 1e6:.1f} MB for messages", soft_wrap=True)
     rows = [
         ("events", f"{report['events']} (before fusion {report['events_before_fusion']}), {report['signals']} signals, "
                    f"{report['waits']} waits"),
@@ -112,6 +112,6 @@ def _print(report: dict[str, Any]) -> None:
         ("cache", f"{report['cache_bytes_per_token']} bytes a token"),
     ]
     for key, value in rows:
-        console.print(f"{key:14} {value}")
+        console.print(f"{key:14} {value}", soft_wrap=True)
     for note in report["passes"]:
-        console.print(f"  {note}", highlight=False)
+        console.print(f"  {note}", highlight=False, soft_wrap=True)

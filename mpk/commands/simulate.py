@@ -79,7 +79,7 @@ def run(compiler: Compiler, graph: SMTaskGraph, batch: int, context: int, tp: in
 
 def require_room(compiler: Compiler, loaded: LoadedModel, tp: int, batch: int, context: int) -> None:
     """Raise `TargetError` where weights and cache would not fit the target's memory."""
-    from mpk.commands.bench import floor_bytes
+    from mpk.models.floor import floor_bytes
 
     config, capacity = loaded.config, compiler.target.capacity_gb.value
     table = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size * (2 if compiler.options.dtype == "bf16" else 4)
@@ -123,12 +123,12 @@ def _print(report: dict[str, Any]) -> None:
     devices = f", {report['devices']} devices" if report["devices"] > 1 else ""
     console.print(f"[bold]{report['model']}[/bold] on {report['target']}, {report['workers']} workers, batch {report['batch']}, context {report['context']}"
                   f"{devices}: [bold]{report['ms_per_token']:.3f} ms[/bold] a step "
-                  f"(floor {report['floor_us'] / 1e3:.3f}, ratio {report['ratio']:.2f}), {report['tokens_per_second']:.0f} tokens/s")
+                  f"(floor {report['floor_us'] / 1e3:.3f}, ratio {report['ratio']:.2f}), {report['tokens_per_second']:.0f} tokens/s", soft_wrap=True)
     console.print(f"workers busy {_percent(report['utilisation'])}, memory busy {_percent(report['memory_utilisation'])}; idle: "
-                  + ", ".join(f"{cause} {_percent(share)}" for cause, share in report["idle"].items() if share >= 0.0005))
+                  + ", ".join(f"{cause} {_percent(share)}" for cause, share in report["idle"].items() if share >= 0.0005), soft_wrap=True)
     console.print(f"device memory: {moved['total'] / 1e6:.1f} MB a step (weights {moved['weights'] / 1e6:.1f}, cache {moved['cache'] / 1e6:.1f}, "
                   f"activations {moved['activations'] / 1e6:.2f} = {_percent(report['activation_share'])})"
-                  + (f"; communication overlapped {_percent(report['communication_overlap'])}" if report["devices"] > 1 else ""), highlight=False)
+                  + (f"; communication overlapped {_percent(report['communication_overlap'])}" if report["devices"] > 1 else ""), highlight=False, soft_wrap=True)
     table = Table("critical path, us", *(c.replace("_", "-") for c in _COLUMNS), "all", box=None)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -140,7 +140,7 @@ def _print(report: dict[str, Any]) -> None:
     if "comparison" in report:
         _print_comparison(console, report["comparison"])
     console.print(f"{report['events_simulated']} events; lowered in {report['lower_seconds']:.1f} s, simulated in {report['simulate_seconds']:.1f} s; costs: "
-                  f"{report['costs']}", highlight=False)
+                  f"{report['costs']}", highlight=False, soft_wrap=True)
 
 
 _COLUMNS = ("run", "input", "weights", "hand_off", "publish", "peer")

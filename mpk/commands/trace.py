@@ -109,13 +109,13 @@ def _print(report: dict[str, Any]) -> None:
 
     console = Console()
     files = ", ".join(str(report[key]) for key in ("trace", "html", "png") if report[key])
-    console.print(f"{report['model']} on {report['target']}: {report['ms_per_token']:.3f} ms per token, workers are in tasks {report['in_tasks']:.1%} of it; see {files}")
+    console.print(f"{report['model']} on {report['target']}: {report['ms_per_token']:.3f} ms per token, workers are in tasks {report['in_tasks']:.1%} of it; see {files}", soft_wrap=True)
     table = Table("operator", "in tasks us", "wait us", "active us", "weights GB/s", box=None)
     for name, row in sorted(report["per_operator"].items(), key=lambda item: -item[1]["task_us"]):
         table.add_row(name, *(f"{row[key]:.1f}" for key in ("task_us", "wait_us", "active_us", "gb_s")))
     console.print(table)
-    console.print("a step, all layers; of an average worker; active: while any worker is in a task of it")
+    console.print("a step, all layers; of an average worker; active: while any worker is in a task of it", soft_wrap=True)
     if "communication" in report:
         c = report["communication"]
         console.print(f"{c['messages']} messages a step: {c['all_reduce_exposed_us']:.2f} us exposed a sum over ranks (median), {c['exposed_us_per_step']:.1f} us "
-                      f"in all, {100 * c['hidden_share']:.0f} % of the time under way hidden")
+                      f"in all, {100 * c['hidden_share']:.0f} % of the time under way hidden", soft_wrap=True)
