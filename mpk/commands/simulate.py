@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 def command(
     model: Annotated[str, typer.Argument(help="A named shape such as Llama-3.1-8B, a config.json, a folder, or a GGUF file.")] = DEFAULT_MODEL,
     target: Annotated[str, typer.Option(help="Any target that `mpk targets` lists, or auto.")] = "auto",
-    tp: Annotated[int, typer.Option(help="Devices that share the model.")] = 1,
-    batch: Annotated[int, typer.Option(help="Sequences in the step.")] = 1,
+    tp: Annotated[int, typer.Option(help="Devices that share the model (on cpp: groups of threads, which share its memory), 1 to 8.")] = 1,
+    batch: Annotated[int, typer.Option(help="Sequences in the step, 1 to 16.")] = 1,
     context: Annotated[int, typer.Option(help="Tokens before the step, of each sequence.")] = 512,
     workers: Annotated[int | None, typer.Option(help="Worker threads or SMs (default: all of the target).")] = None,
     dtype: Annotated[str, typer.Option(help="Type of weights and key-value cache: bf16 or f32.")] = "bf16",
