@@ -102,10 +102,11 @@ def test_a_kernel_that_cannot_go_on_leaves_and_says_who_waits_for_what() -> None
     records = engine.on_device(0).constants["records"]
     broken = engine.tables.records.copy()
     row = next(i for i, r in enumerate(broken) if engine.graph.operator(int(r["instruction"]["task"])).name == "l1.o")
-    broken["waits"]["count"][row, 0] += 1
+    closing = broken["waits"]["event"][broken["instruction"]["wait_count"] > 0][0, 0]
+    broken["instruction"]["wait_count"][row], broken["waits"]["event"][row, 0], broken["waits"]["count"][row, 0] = 1, closing, 1000
     records.upload(broken)
     try:
-        with pytest.raises(StallError, match=r"no progress for 0.5 s: worker \d+ waits in step 1 at task \d+ \(l1.o, tiles .* expected \d+, seen \d+"):
+        with pytest.raises(StallError, match=r"no progress for 0.5 s: worker \d+ waits in step 1 at task \d+ \(l1.o, tiles .* expected 1000, seen \d+"):
             instance.generate([[1, 2, 3]], max_new_tokens=4, stop_tokens=[])
     finally:
         records.upload(engine.tables.records)

@@ -22,7 +22,8 @@ from mpk.tasks.head.sharing import MESSAGE_COLUMNS, PART_COLUMNS, slices
 from mpk.tasks.packing import from_bf16, round_to, to_bf16
 from mpk.tasks.rope_table.cases import CASES as ROPE
 from mpk.tasks.rotary_attention.cases import CASES as ATTENTION
-from mpk.tasks.rotary_attention.sharing import LEAST_BLOCKS, STATISTICS, has_one_row_form, kv_block, one_row, shares
+from mpk.tasks.rotary_attention.cases import DECODING
+from mpk.tasks.rotary_attention.sharing import LEAST_BLOCKS, STATISTICS, has_single_rows_form, kv_block, shares, single_rows
 from mpk.tasks.sample import reference as sampling
 from mpk.tasks.sample.cases import OPTIONS
 from mpk.tasks.sample.options import TokenOptions
@@ -62,15 +63,26 @@ def test_bodies_fit_the_registers_of_a_block(kind: str, constants: Mapping[str, 
 MAX_ROWS = 16  # of a step on this target
 
 
-def places_with_work(segments: Segments, group: int, window: int, head_dim: int, splits: int, max_rows: int) -> np.ndarray:
-    """bool [rows of the buffer, splits]: where partial results are."""
-    if len(segments) == segments[0][2] == 1 and has_one_row_form(group, head_dim, splits, max_rows):
-        work = np.zeros((max_rows, splits), bool)
-        work[tuple(zip(*one_row(segments[0][1], window, kv_block(head_dim), splits), strict=True))] = True
-        return work
-    given = shares([(position, rows) for _, position, rows in segments], group, window, kv_block(head_dim), splits)
-    work = np.array([[begin < end for begin, end in of_segment] for of_segment in given])
-    return np.repeat(work, [rows for _, _, rows in segments], axis=0)
+def partial_places(segments: Segments, group: int, window: int, head_dim: int, splits: int, max_rows: int) -> list[list[tuple[int, int]]]:
+    """(row of the buffer, split) of the partial results of each row of a step."""
+    block, lines = kv_block(head_dim), [(position, rows) for _, position, rows in segments]
+    if has_single_rows_form(lines, group, head_dim, splits, max_rows):
+        return single_rows([position for position, _ in lines], window, block, splits)
+    work = np.repeat([[begin < end for begin, end in parts] for parts in shares(lines, group, window, block, splits)], [rows for _, rows in lines], axis=0)
+    return [[(row, int(split)) for split in np.flatnonzero(of_row)] for row, of_row in enumerate(work)]
+
+
+def gathered(buffer: np.ndarray, places: list[list[tuple[int, int]]], head_dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """Partial results [row, part, kv_head, head in group, columns] of a buffer [row, kv_head, split, head in group, columns], with neutral ones
+    where a row has fewer than others; and which places of the buffer [row, split] they are of."""
+    parts = np.zeros((len(places), max(map(len, places)), *np.delete(buffer.shape, [0, 2])), np.float32)
+    parts[..., head_dim] = -np.inf
+    used = np.zeros((len(buffer), buffer.shape[2]), bool)
+    for row, of_row in enumerate(places):
+        for part, (at, split) in enumerate(of_row):
+            assert not used[at, split], "two parts in one place"
+            parts[row, part], used[at, split] = buffer[at, :, split], True
+    return parts, used
 
 
 class Attention:
@@ -88,7 +100,8 @@ class Attention:
         self.rope = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
         self.weights = RandomWeights(case, "bf16")
         context = int(self.step.positions.max()) + 1
-        self.cache, self.plain = PagedCache(4, context, kv_heads, head_dim), np.full((4, context, 2 * kv_heads * head_dim), np.nan, np.float32)
+        self.slots = int(self.step.slots.max()) + 1
+        self.cache, self.plain = PagedCache(self.slots, context, kv_heads, head_dim), np.full((self.slots, context, 2 * kv_heads * head_dim), np.nan, np.float32)
         for slot, position, _ in segments:
             past = round_to(rng.standard_normal((position, 2 * kv_heads * head_dim), dtype=np.float32), "bf16")
             self.plain[slot, :position] = past
@@ -104,17 +117,19 @@ class Attention:
         importlib.import_module("mpk.tasks.rotary_attention.reference").run(op, Task(0, 0, op.kind, 0, self.kv_heads, (), ()), env)
         return env.buffers[op.outputs[0]].reshape(self.rows, self.heads, self.head_dim)
 
-    def execute(self, blocks: int, max_rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Output as the device left it, float32, and the pages of the cache."""
+    def execute(self, blocks: int, max_rows: int, emulated: bool = False, late: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Output as the device left it, float32, and the pages of the cache; `late`: of inputs that come while they are polled."""
         kind, op = kind_of(self.case.op), self.case.op
         columns = self.heads * (self.head_dim if self.splits == 1 else self.splits * (self.head_dim + STATISTICS))
         out = np.full((max_rows, columns), POISON, np.float32)
-        m = Machine(max_batch=4, max_context=self.plain.shape[1], max_pages=self.cache.table.shape[1], num_pages=len(self.cache.pages))
+        m = Machine(emulated, max_batch=self.slots, max_context=self.plain.shape[1], max_pages=self.cache.table.shape[1], num_pages=len(self.cache.pages))
         put_step(m, self.segments, self.step.tokens, self.step.logit_rows, max_rows)
         m.put("kv", self.cache.pages)
         m.put("page_table", self.cache.table)
         m.put("params", np.append(kind.params(op, self.case.graph, self.weights), np.float32(0)))
         m.buffers(("qkv", "rope", "out"), min(3, self.rows), qkv=to_bf16(self.qkv), rope=self.rope, out=to_bf16(out) if self.splits == 1 else out)
+        if late:
+            m.hold_back("qkv", "rope")
         m.run("rotary_attention", kind.variant(op, self.case.graph, "bf16"), kind.operands, spread(kind.tiles(op, self.case.graph), blocks))
         if self.splits == 1:
             assert m.is_cleared("out")  # partial results are cleared by who reads them
@@ -124,15 +139,11 @@ class Attention:
         """attn [rows, heads, head_dim] of what the device left; places of splits without work must be untouched."""
         if self.splits == 1:
             return out[: self.rows].reshape(self.rows, self.heads, self.head_dim)
-        parts = out.reshape(len(out), self.kv_heads, self.splits, self.group, self.head_dim + STATISTICS).transpose(0, 2, 1, 3, 4)
-        work = np.zeros((len(out), self.splits), bool)
-        given = places_with_work(self.segments, self.group, self.window, self.head_dim, self.splits, len(out))
-        work[: len(given)] = given
-        assert (parts[~work].view(np.uint32) == np.array(POISON).view(np.uint32)).all(), f"{self.case.label}: a split without work wrote"
-        parts = np.where(work[:, :, None, None, None], parts[..., : self.head_dim + 2], np.array([0] * self.head_dim + [-np.inf, 0], np.float32))
-        if self.rows == 1:
-            parts = parts.reshape(1, -1, *parts.shape[2:])
-        parts = parts[: self.rows]
+        buffer = out.reshape(len(out), self.kv_heads, self.splits, self.group, self.head_dim + STATISTICS)
+        places = partial_places(self.segments, self.group, self.window, self.head_dim, self.splits, len(out))
+        parts, used = gathered(buffer, places, self.head_dim)
+        assert (buffer.transpose(0, 2, 1, 3, 4)[~used].view(np.uint32) == np.array(POISON).view(np.uint32)).all(), f"{self.case.label}: a place without work was written"
+        parts = parts[..., : self.head_dim + 2]
         top = parts[..., -2].max(axis=1, keepdims=True)
         scale = np.exp(parts[..., -2] - top)
         total = (scale * parts[..., -1]).sum(axis=1)
@@ -153,12 +164,41 @@ def test_attention_rotates_appends_and_attends_as_its_reference(case: Case) -> N
         expected, actual = run.reference(), run.merged(out)
         distance = np.linalg.norm(actual - expected) / np.linalg.norm(expected)
         assert distance < 8e-3, f"{label}: {distance}"
-        after = PagedCache(4, run.plain.shape[1], run.kv_heads, run.head_dim)
+        after = PagedCache(run.slots, run.plain.shape[1], run.kv_heads, run.head_dim)
         after.pages = pages
         for slot, position in zip(run.step.slots.tolist(), run.step.positions.tolist(), strict=True):
             np.testing.assert_allclose(after.get(slot, position), run.plain[slot, position], 2.0**-7, 1e-4)
             run.cache.put(slot, position, after.get(slot, position))
         assert np.array_equal(pages, run.cache.pages), f"{label}: cache changed outside its region"
+
+
+@pytest.mark.parametrize("case", [c for c in ATTENTION if c.op.attrs["splits"] in (3, 33)], ids=lambda c: c.label)
+def test_attention_takes_inputs_that_come_late_and_in_any_order(case: Case) -> None:
+    for segments in (case.steps[3], case.steps[5], *DECODING[:2], DECODING[-1]):
+        run = Attention(case, segments)
+        (out, pages), (expected, expected_pages) = (run.execute(2, MAX_ROWS, True, late) for late in (True, False))
+        assert np.array_equal(out.view(np.uint32), expected.view(np.uint32)) and np.array_equal(pages, expected_pages), f"{segments}"
+
+
+@pytest.mark.parametrize("splits", [3, 33])
+def test_combine_takes_partial_results_that_come_late_and_in_any_order(splits: int) -> None:
+    case = next(c for c in COMBINE if c.op.attrs["splits"] == splits)
+    heads, kv_heads, head_dim = (int(case.op.attrs[n]) for n in ("heads", "kv_heads", "head_dim"))
+    for segments in (case.steps[2], ((0, 3, 2), (1, 90, 3)), DECODING[0], DECODING[-1]):
+        step = step_view(segments, 33)
+        rng = np.random.default_rng(2)
+        partial = rng.standard_normal((MAX_ROWS, kv_heads, splits, heads // kv_heads, head_dim + STATISTICS), dtype=np.float32)
+        partial[..., -3] = np.abs(partial[..., -3]) + 1
+        results = []
+        for late in (True, False):
+            m = Machine(emulated=True, max_batch=MAX_ROWS)
+            put_step(m, segments, step.tokens, step.logit_rows, MAX_ROWS)
+            m.buffers(("partial", "out"), 0, partial=partial, out=np.zeros((len(step.tokens), heads * head_dim), np.uint16))
+            if late:
+                m.hold_back("partial")
+            m.run("attention_combine", kind_of(case.op).variant(case.op, case.graph, "bf16"), kind_of(case.op).operands, spread(heads, 2))
+            results.append(m.get("out"))
+        assert np.array_equal(results[0], results[1]), f"{segments}"
 
 
 @pytest.mark.gpu
@@ -169,22 +209,18 @@ def test_combine_merges_the_splits_that_have_work(case: Case) -> None:
     for segments, form in ((s, f) for s in case.steps for f in (False, True)):
         step = step_view(segments, 33)
         rows = len(step.tokens)
-        max_rows = max(rows, MAX_ROWS) if form else rows  # with room for it, one row has a form of its own
+        max_rows = max(rows, MAX_ROWS) if form else rows  # with room for it, a step that only decodes has a form of its own
         rng = np.random.default_rng(2)
-        parts = rng.standard_normal((max_rows, kv_heads, splits, heads // kv_heads, head_dim + STATISTICS), dtype=np.float32)
-        parts[..., -3] = np.abs(parts[..., -3]) + 1
-        work = np.zeros((max_rows, splits), bool)
-        given = places_with_work(segments, heads // kv_heads, int(a["window"]), head_dim, splits, max_rows)
-        work[: len(given)] = given
-        work = work[:, None, :, None, None]
-        held = np.where(work, parts, POISON)
-        parts = np.where(work, parts, np.array([0] * head_dim + [-np.inf, 0, 0, 0], np.float32))
-        attrs = {**a, "share_rows": False}
-        if rows == 1 and form:  # as if rows of the buffer were splits
-            parts, attrs["splits"] = parts.transpose(1, 0, 2, 3, 4), max_rows * splits
+        buffer = rng.standard_normal((max_rows, kv_heads, splits, heads // kv_heads, head_dim + STATISTICS), dtype=np.float32)
+        buffer[..., -3] = np.abs(buffer[..., -3]) + 1
+        places = partial_places(segments, heads // kv_heads, int(a["window"]), head_dim, splits, max_rows)
+        parts, used = gathered(buffer, places, head_dim)
+        work = used[:, None, :, None, None]
+        held = np.where(work, buffer, POISON)
+        attrs = {**a, "share_rows": False, "splits": parts.shape[1]}
         op = SimpleNamespace(**{**vars(case.op), "attrs": attrs})
-        buffers = {case.op.inputs[0]: parts.reshape(1 if rows == 1 else max_rows, -1), case.op.outputs[0]: np.zeros((rows, heads * head_dim), np.float32)}
-        env = Env(buffers, {}, step, lambda _: np.zeros(0, np.float32), case.graph)
+        partial = parts.transpose(0, 2, 1, 3, 4).reshape(rows, -1)
+        env = Env({case.op.inputs[0]: partial, case.op.outputs[0]: np.zeros((rows, heads * head_dim), np.float32)}, {}, step, lambda _: np.zeros(0, np.float32), case.graph)
         importlib.import_module("mpk.tasks.attention_combine.reference").run(op, Task(0, 0, op.kind, 0, heads, (), ()), env)
         for blocks in (heads, 2, 1):
             m = Machine(max_batch=4)

@@ -90,8 +90,8 @@ class Product:
         reference.run(op, Task(0, 0, "linear", 0, kind_of(self.op).tiles(self.op, self.case.graph), (), ()), env)  # type: ignore[arg-type]
         return env.buffers["result"]
 
-    def execute(self, blocks: int, previous_rows: int) -> np.ndarray:
-        """Output as the blocks left it."""
+    def execute(self, blocks: int, previous_rows: int, late: bool = False) -> np.ndarray:
+        """Output as the blocks left it; `late`: of inputs that come while they are polled."""
         kind, shape = kind_of(self.op), stage_shape(self.k)
         tiles = kind.tiles(self.op, self.case.graph)
         rows = np.zeros((tiles * 16, self.k), np.uint16)
@@ -113,6 +113,8 @@ class Product:
         m.buffers(("input", "residual") if self.wide else ("input", "output", "residual"), previous_rows, input=to_bf16(self.x), output=out,
                   residual=to_bf16(self.residual))
         m.launch["opcode"] = WHOLE.index(self.case)
+        if late:
+            m.hold_back("input", "residual")
         m.run_library(library(), kind.operands, ranges, [first * shape.count * SLOT for first, _ in ranges], embeddings.nbytes)
         assert self.wide or m.is_cleared("output")
         return m.get("output") if self.wide else from_bf16(m.get("output"))
@@ -128,6 +130,13 @@ def test_products_of_any_number_of_rows_are_those_of_the_reference(case: Case) -
         assert np.array_equal(whole, parts), f"{segments}: bits depend on the distribution of tiles"
         distance = np.linalg.norm(whole - expected) / np.linalg.norm(expected)
         assert distance < 6e-3, f"{segments}: {distance}"
+
+
+@pytest.mark.parametrize("case", WHOLE, ids=lambda c: c.label)
+def test_inputs_may_come_late_and_in_any_order(case: Case) -> None:
+    for segments in STEPS:
+        run = Product(case, segments)
+        assert np.array_equal(run.execute(2, 0, late=True), run.execute(2, 0)), f"{segments}"
 
 
 @pytest.mark.parametrize("case", [c for c in WHOLE if "norm" in c.op.weights and not c.op.attrs["gather_logit_rows"]][:2], ids=lambda c: c.label)

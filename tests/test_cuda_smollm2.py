@@ -83,7 +83,8 @@ def test_greedy_text_of_ten_prompts_is_the_reference_but_for_near_ties(engine: A
 def test_the_command_line_answers_on_the_gpu(loaded: frontend.LoadedModel) -> None:
     assert loaded.tokenizer is not None
     command = [sys.executable, "-m", "mpk.cli", "generate", "--prompt", "The capital of France is", "--max-new-tokens", "8", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240,
+                          env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])})
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["target"] == hardware.choose("auto") and "Paris" in answer["text"] and answer["ms_per_token"] < 5

@@ -89,6 +89,7 @@ extern "C" __global__ void __launch_bounds__(mpk::BLOCK_THREADS, 1) run_lab(cons
     for (auto& record : m.records) record.instruction.wait_count = 0, record.instruction.signal_count = 0;
     m.step.rows = 0, m.step.segment_count = t.segments, m.step.number = 0, m.step.previous_rows = 0;
     for (int s = 0; s < t.segments; ++s) m.step.segments[s] = t.segment[s];
+    for (uint4& note : m.notes) note = uint4{};
   }
   __syncthreads();
   if (thread >= THREADS) {

@@ -19,6 +19,9 @@ EMULATED = Path(__file__).parent.parent / "cuda" / "emulated"
 PROVIDED = ("cstddef", "cstdint", "mpk/layout.hpp")  # by the C++ compiler and by its driver
 ENTRY = """
 namespace { TestLaunch the_launch; }
+extern "C" __attribute__((visibility("default"))) void hold_back(const emulation::LateWord* words, int64_t count) {
+  emulation::next_late = words, emulation::late_end = words + count, emulation::last_looks = count != 0 ? 4 * emulation::THREADS : 0;
+}
 extern "C" __attribute__((visibility("default"))) int run_blocks(const TestLaunch* launch, int blocks) {
   the_launch = *launch;
   emulation::blocks = blocks, emulation::body = [] { run_kind(the_launch); };

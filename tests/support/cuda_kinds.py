@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import itertools
@@ -115,6 +116,7 @@ class Machine:
         self.arrays: dict[str, np.ndarray] = {}
         self.offsets: dict[str, int] = {}
         self.flagged: set[str] = set()
+        self.late: np.ndarray = np.zeros(0, np.uint8)  # see hold_back()
 
     def put(self, name: str, array: np.ndarray, field: bool = True) -> None:
         """Upload `array` as field `name` of the context (or as none)."""
@@ -171,6 +173,16 @@ class Machine:
         are the input (0: there is none)."""
         self._launch(library, operands, ranges, 1, 1, weights, gathered)
 
+    def hold_back(self, *names: str) -> None:
+        """In emulation: let the words of flagged buffers be empty at first and come one after the other while they are polled, in random order."""
+        begins = [(self._place(name, 0) // 4, self.arrays[name].nbytes // 4) for name in names]
+        places = np.concatenate([np.arange(begin, begin + count) for begin, count in begins])
+        arena = self.memory["arena"].bytes.view(np.uint32)
+        self.late = np.zeros(len(places), [("at", "<u8"), ("value", "<u8")])
+        np.random.default_rng(4).shuffle(places)
+        self.late["at"], self.late["value"] = self.memory["arena"].address + 4 * places, arena[places]
+        arena[places] = 0xFFFFFFFF
+
     def _launch(self, function: Any, operands: Sequence[str], ranges: Sequence[tuple[int, int]], repeats: int, layers: int,
                 weights: Sequence[int] = (), gathered: int = 0, iargs: tuple[int, int] = (0, 0), threads: int = THREADS,
                 shared: int = SCRATCH_BYTES) -> np.ndarray:
@@ -191,6 +203,8 @@ class Machine:
         for name, memory in own.items():
             self.launch[name] = memory.address
         self.launch["repeats"], self.launch["layers"] = repeats, layers
+        if isinstance(self.device, EmulatedDevice):
+            function.hold_back(ctypes.c_void_p(self.late.ctypes.data), ctypes.c_int64(len(self.late)))
         self.device.launch(function, len(ranges), threads, shared, self.launch)
         self.device.synchronize()
         times: np.ndarray = own["times"].download(np.int64, repeats * len(ranges))

@@ -130,49 +130,55 @@ struct Merge {
   }
 };
 
-// A step of one row: all warps of the block share a head, each has some of its columns, and lanes beside each other along the partial
-// results, of which there may be many.
+// A step that only decodes: of each row a head is merged by 1, 2, 4 or 8 warps of the block, each of which has some of its columns and, along the
+// partial results, lanes beside each other. So warps have about the same to load, whatever the number of rows.
 template <class V>
 struct Columns {
+  using R = SingleRows<V>;
   static constexpr int heads = int(V::heads), head_dim = int(V::head_dim), splits = int(V::splits), group = heads / int(V::kv_heads), quads = head_dim / 4;
-  static constexpr int each = (quads + WARPS - 1) / WARPS;  // quads of a warp at least
-  static constexpr int LANES = each <= 1 ? 1 : each <= 2 ? 2 : each <= 4 ? 4 : 8, GROUPS = 32 / LANES;  // GROUPS: partial results side by side
-  static constexpr int turns = splits % GROUPS == 0 ? splits / GROUPS : 1;  // of a lane until it comes to the next row of the buffer
-  static constexpr int BATCH = 6 % turns == 0 ? 6 : 8;                       // partial results of a lane on their way at a time
+  static constexpr int ALL = quads <= 1 ? 1 : quads <= 2 ? 2 : quads <= 4 ? 4 : quads <= 8 ? 8 : quads <= 16 ? 16 : 32;  // lanes for all columns
+  static constexpr int BATCH = 16, CHUNK = 4;  // partial results of a lane on their way at a time, and how many are left out at a time
 
-  // Place of partial result `f` of a head; the splits of one row of the buffer come before the next row.
-  static constexpr __device__ __forceinline__ int place(int f) { return (f / splits * (heads * splits) + f % splits * group) * partial_columns(head_dim); }
-  // Whether the places of a batch differ by the same, whatever its first one is.
-  static constexpr bool REGULAR = GROUPS % splits == 0 || (splits % GROUPS == 0 && BATCH % turns == 0);
-  static __device__ __forceinline__ float* at(float* of_head, int first, int j) {
-    return REGULAR ? of_head + place(first) + place(j * GROUPS) : of_head + place(first + j * GROUPS);
+  // Place of part `f` of a head.
+  static __device__ __forceinline__ int place(int f) {
+    return (int(unsigned(f) / unsigned(splits)) * (heads * splits) + int(unsigned(f) % unsigned(splits)) * group) * partial_columns(head_dim);
   }
 
-  float sums[4] = {}, max = minus_infinity(), total = 0.0f;
+  int lanes, groups, part, quad;  // lanes for the warp's columns; partial results side by side; this lane's place among them; its columns
+  float sums[4], max, total;
 
-  // Adds the results first, first + GROUPS, ... of this lane, BATCH of them, that are below `count`.
-  __device__ __forceinline__ void gather(Block& b, float* of_head, int first, int count, int quad) {
-    uint4 v[BATCH] = {};
+  __device__ __forceinline__ Columns(int share, int sharers) {
+    const int lane = own_lane();
+    lanes = ALL > sharers ? ALL / sharers : 1, groups = 32 / lanes, part = lane / lanes, quad = share * lanes + lane % lanes;
+  }
+
+  // Adds parts begin, begin + 1, ... of a row, BATCH a lane, that are before `end`.
+  __device__ __forceinline__ void gather(Block& b, const float* of_head, int begin, int end) {
+    uint4 v[BATCH];
     uint2 s[BATCH];
+    int at[BATCH];
+    const int turns = (end - begin + groups - 1) / groups;  // of the lane that has most
+    const int own = quad < quads ? (end - begin - part + groups - 1) / groups : 0;
 #pragma unroll
-    for (auto& statistics : s) statistics = uint2{__float_as_uint(minus_infinity()), 0};
-    const int own = quad < quads ? (count - first + GROUPS - 1) / GROUPS : 0;
-    const auto load = [&](int j, bool sums_too, bool statistics_too) {
-      const float* from = at(of_head, first, j);
-      load_16_if(sums_too, from + quad * 4, v[j]), load_8_if(statistics_too, from + head_dim, s[j]);
-    };
-#pragma unroll
-    for (int j = 0; j < BATCH; ++j) load(j, j < own, j < own);
+    for (int j = 0; j < BATCH; ++j) {
+      v[j] = uint4{}, s[j] = uint2{__float_as_uint(minus_infinity()), 0}, at[j] = 0;
+      if (j / CHUNK * CHUNK >= turns) continue;
+      at[j] = place(begin + part + j * groups);
+      load_16_if(j < own, of_head + at[j] + quad * 4, v[j]), load_8_if(j < own, of_head + at[j] + head_dim, s[j]);
+    }
     if constexpr (FLAGGED) {
 #pragma unroll 1
-      for (uint32_t polls = 0;;) {
+      for (uint32_t polls = 0;;) {  // all that is missing is asked for together
         bool whole = true;
 #pragma unroll
         for (int j = 0; j < BATCH; ++j) whole = whole && complete(s[j]) && complete(v[j]);
         if (!__any_sync(ALL_LANES, !whole)) break;
         if (__any_sync(ALL_LANES, !b.may_poll(polls))) break;
 #pragma unroll
-        for (int j = 0; j < BATCH; ++j) load(j, !complete(v[j]), !complete(s[j]));
+        for (int j = 0; j < BATCH; ++j) {
+          if (j / CHUNK * CHUNK >= turns) continue;
+          load_16_if(!complete(v[j]), of_head + at[j] + quad * 4, v[j]), load_8_if(!complete(s[j]), of_head + at[j] + head_dim, s[j]);
+        }
       }
     }
     float top = max;
@@ -183,6 +189,7 @@ struct Columns {
     max = top;
 #pragma unroll
     for (int j = 0; j < BATCH; ++j) {
+      if (j / CHUNK * CHUNK >= turns) continue;
       const float factor = exp2_fast((__uint_as_float(s[j].x) - base) * LOG2_E);
       total += __uint_as_float(s[j].y) * factor;
       sums[0] += __uint_as_float(v[j].x) * factor, sums[1] += __uint_as_float(v[j].y) * factor;
@@ -197,37 +204,54 @@ struct Columns {
   // Adds up what lanes have of the same columns. Lanes without columns have read nothing.
   __device__ __forceinline__ void join() {
     float top = max;
-#pragma unroll
-    for (int step = LANES; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, step));
+#pragma unroll 1
+    for (int step = lanes; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, step));
     scale(max == minus_infinity() ? 0.0f : exp2_fast((max - top) * LOG2_E));
-#pragma unroll
-    for (int step = LANES; step < 32; step *= 2) {
+#pragma unroll 1
+    for (int step = lanes; step < 32; step *= 2) {
       total += __shfl_xor_sync(ALL_LANES, total, step);
 #pragma unroll
       for (float& sum : sums) sum += __shfl_xor_sync(ALL_LANES, sum, step);
     }
   }
+  // Sets to EMPTY what warps have read of parts [begin, end).
+  __device__ __forceinline__ void empty(float* of_head, int begin, int end) const {
+    if (quad >= quads) return;
+#pragma unroll 1
+    for (int f = begin + part; f < end; f += groups) {
+      float* at = of_head + place(f);
+      clear_16(at + quad * 4);
+      if (quad == 0) clear_8(at + head_dim);
+    }
+  }
 
-  // One head, by all threads of the block.
+  // One head, by all threads of the block; `out`: of its first row.
   static __device__ __forceinline__ void run(Block& b, float* partials, bf16* out, int head) {
-    const int count = OneRow<V>(*b.step).count(), lane = own_lane(), quad = b.warp * LANES + lane % LANES;
+    const auto& parts = R::of(b);
+    const int rows = b.step->rows, sharers = rows <= 1 ? 8 : rows <= 2 ? 4 : rows <= 4 ? 2 : 1;
     float* of_head = partials + partial_offset(0, heads, head / group, splits, 0, group, head % group, head_dim);
-    Columns own;
+    Columns own(b.warp % sharers, sharers);
 #pragma unroll 1
-    for (int begin = 0; begin < count; begin += GROUPS * BATCH) own.gather(b, of_head, begin + lane / LANES, count, quad);
-    b.arrived();
-    own.join();
-    const float inverse = 1.0f / own.total;
-    if (lane < LANES && quad < quads)
-      store_8(out + quad * 4, {pack_bf16(own.sums[0] * inverse, own.sums[1] * inverse), pack_bf16(own.sums[2] * inverse, own.sums[3] * inverse)});
-    if constexpr (FLAGGED) {
-      b.sync();  // all warps have read the maxima and totals
-      if (quad >= quads) return;
+    for (int row = b.warp / sharers; row < rows; row += WARPS) {  // more than one of a warp that has all columns
+      const int first = parts.begin[row], end = parts.begin[row + 1];
+      own.sums[0] = own.sums[1] = own.sums[2] = own.sums[3] = own.total = 0.0f, own.max = minus_infinity();
 #pragma unroll 1
-      for (int f = lane / LANES; f < count; f += GROUPS) {
-        clear_16(of_head + place(f) + quad * 4);
-        if (quad == 0) clear_8(of_head + place(f) + head_dim);
+      for (int begin = first; begin < end; begin += own.groups * BATCH) own.gather(b, of_head, begin, end);
+      b.arrived();
+      own.join();
+      const float inverse = 1.0f / own.total;
+      if (own.part == 0 && own.quad < quads)
+        store_8(out + int64_t(row) * (heads * head_dim) + own.quad * 4,
+                {pack_bf16(own.sums[0] * inverse, own.sums[1] * inverse), pack_bf16(own.sums[2] * inverse, own.sums[3] * inverse)});
+      if (FLAGGED && sharers == 1) {
+        __syncwarp();  // all lanes have read the maxima and totals
+        own.empty(of_head, first, end);
       }
+    }
+    if (FLAGGED && sharers > 1) {
+      b.sync();  // all warps have
+      const int row = b.warp / sharers;
+      if (row < rows) own.empty(of_head, parts.begin[row], parts.begin[row + 1]);
     }
   }
 };
@@ -244,8 +268,8 @@ __device__ void run(const Context& c, const Instruction& i, Block& b) {
     for (int n = b.thread; n < rows_to_clear(b) * tiles * pieces; n += THREADS)
       clear_16(other + (int64_t(n / (tiles * pieces)) * M::heads + i.tile_begin) * M::head_dim + n % (tiles * pieces) * 8);
   };
-  if constexpr (OneRow<V>::POSSIBLE) {
-    if (OneRow<V>::is_form_of(c, *b.step)) {
+  if constexpr (SingleRows<V>::POSSIBLE) {
+    if (SingleRows<V>::is_form_of(c, *b.step)) {
       wait_inputs(b);
 #pragma unroll 1
       for (int head = i.tile_begin; head < i.tile_end; ++head) Columns<V>::run(b, partials, out + head * M::head_dim, head);

@@ -26,6 +26,7 @@ CASES = (
     _case(33, 72),
     _case(8, 8, bias=True),
     _case(200, 1048),  # two panel groups, three blocks of k
+    _case(104, 3080, norm=True),  # more stages than are asked for at a time
     _case(72, 40, "residual"),
     _case(136, 520, "residual", bias=True),
     _case(40, 64, "residual", norm=True),

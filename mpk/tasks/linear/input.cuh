@@ -105,30 +105,30 @@ struct SliceInput {
   }
 };
 
-// 2 to 16 rows, 8 * BLOCKS at most: every lane has the pieces that it will multiply copied to shared memory a few stages ahead, and what it
-// needs of the norm's weights beside them. The copies are a lane's own: only the norm's weights are shared by a warp.
+// 2 to 16 rows: every lane has the pieces that it will multiply copied to shared memory a few stages ahead, and what it needs of the norm's
+// weights beside them. The copies are a lane's own: only the norm's weights are shared by a warp.
 //
 // A copy may come before its data, and then brings EMPTY. Copies are no atomic accesses, so what makes this right is not the memory model
 // but the hardware, which reads aligned pieces of 16 bytes at the L2 whole.
-template <class V, int BLOCKS>
+template <class V>
 struct RowsInput {
   using S = Shape<V>;
-  static constexpr int kRows = 8 * BLOCKS, kBlocks = BLOCKS, kPieces = S::parts * BLOCKS;
+  static constexpr int kRows = 16, kBlocks = 2, kPieces = S::parts * kBlocks;  // piece n: run n / 2 of 32 columns, row n % 2 of the lane's
   static constexpr int kNormBytes = V::norm ? S::parts * 128 : 0, kSlotBytes = kPieces * 512 + kNormBytes;  // of a stage
   static constexpr int kSquaresBytes = kRows * 4, kRoom = kWarpBytes - kSquaresBytes;  // of a warp
   static constexpr int kFit = kRoom / kSlotBytes, kMost = kFit < 6 ? kFit : 6, kSlots = kMost < S::stages ? kMost : S::stages;
   static_assert(kSlots >= 1, "a stage of the input fits");
   const bf16* x;
   const float* norm;  // at the warp's first column
-  int64_t row[BLOCKS];  // this lane's rows: elements from x; -1: there is no such row
+  int64_t row[kBlocks];  // this lane's rows: elements from x; -1: there is no such row
   uint32_t slots;     // shared address
   int slot;           // of the next stage to be read
-  float sum[BLOCKS];
+  float sum[kBlocks];
 
   __device__ __forceinline__ RowsInput(Block& b, const bf16* input, bool embeds, int rows, const float* norm_weight) {
     x = input + b.warp * S::warp_columns, norm = norm_weight + b.warp * S::warp_columns;
 #pragma unroll
-    for (int j = 0; j < BLOCKS; ++j) {
+    for (int j = 0; j < kBlocks; ++j) {
       const int r = j * 8 + b.lane / 4;
       row[j] = r < rows ? int64_t(input_row<V>(b, r, embeds)) * S::k : -1;
       sum[j] = 0;
@@ -136,16 +136,17 @@ struct RowsInput {
     slots = shared_address(b.scratch) + b.warp * kWarpBytes;
     b.wait();
   }
-  __device__ __forceinline__ int column_of(const Block& b, int stage, int n) const { return (stage * S::parts + n / BLOCKS) * 32 + (b.lane & 3) * 8; }
+  __device__ __forceinline__ int column_of(const Block& b, int stage, int n) const { return (stage * S::parts + n / kBlocks) * 32 + (b.lane & 3) * 8; }
   __device__ __forceinline__ bool there(const Block& b, int column) const { return S::padded == S::k || b.warp * S::warp_columns + column < S::k; }
+  static __device__ __forceinline__ uint32_t place(const Block& b, uint32_t at, int n) { return at + (n * 32 + b.lane) * 16; }
   // Asks for a stage, which goes to `at`; a group of copies in any case.
   __device__ __forceinline__ void fill(const Block& b, int stage, uint32_t at) {
     if (stage < S::stages) {
 #pragma unroll
       for (int n = 0; n < kPieces; ++n) {
         const int column = column_of(b, stage, n);
-        const bool wanted = row[n % BLOCKS] >= 0 && there(b, column);
-        copy_16(at + (n * 32 + b.lane) * 16, x + (wanted ? row[n % BLOCKS] + column : 0), wanted);
+        const bool wanted = row[n % kBlocks] >= 0 && there(b, column);
+        copy_16(place(b, at, n), x + (wanted ? row[n % kBlocks] + column : 0), wanted);
       }
       const int column = stage * S::parts * 32 + b.lane * 4;
       if (V::norm && b.lane < S::parts * 8) copy_16(at + kPieces * 512 + b.lane * 16, norm + (there(b, column) ? column : 0), there(b, column));
@@ -159,21 +160,26 @@ struct RowsInput {
     for (int stage = 0; stage < kSlots; ++stage) fill(b, stage, slots + stage * kSlotBytes);
   }
   // What of stage `stage` is multiplied; stages come in their order.
-  __device__ __forceinline__ void get(Block& b, int stage, uint4 (&out)[S::parts][BLOCKS]) {
+  __device__ __forceinline__ void get(Block& b, int stage, uint4 (&out)[S::parts][kBlocks]) {
     const uint32_t at = slots + slot * kSlotBytes;
     uint4 v[kPieces];
     await_copies<kSlots - 1>();
 #pragma unroll
-    for (int n = 0; n < kPieces; ++n) v[n] = shared_load_16(at + (n * 32 + b.lane) * 16);
-    if constexpr (FLAGGED) refresh(b, stage, v);
+    for (int n = 0; n < kPieces; ++n) v[n] = shared_load_16(place(b, at, n));
+    if constexpr (FLAGGED) {
+      bool whole = true;
+#pragma unroll
+      for (int n = 0; n < kPieces; ++n) whole = whole && complete(v[n]);
+      if (!__all_sync(~0u, whole)) settle(b, stage, v), copy_again(b, stage);
+    }
     if constexpr (V::norm) __syncwarp();  // the norm's weights were copied by other lanes
 #pragma unroll
     for (int p = 0; p < S::parts; ++p) {
       uint4 g[2];
       if constexpr (V::norm) g[0] = shared_load_16(at + kPieces * 512 + p * 128 + (b.lane & 3) * 32), g[1] = shared_load_16(at + kPieces * 512 + p * 128 + (b.lane & 3) * 32 + 16);
 #pragma unroll
-      for (int j = 0; j < BLOCKS; ++j) {
-        out[p][j] = v[p * BLOCKS + j];
+      for (int j = 0; j < kBlocks; ++j) {
+        out[p][j] = v[p * kBlocks + j];
         if constexpr (V::norm) {
           sum[j] += squares(out[p][j]);
           out[p][j] = scaled(out[p][j], floats(g[0]), floats(g[1]));
@@ -184,23 +190,41 @@ struct RowsInput {
     fill(b, stage + kSlots, at);
     if (++slot == kSlots) slot = 0;
   }
-  // Waits for what copies were too early for. If there is any, those under way may have been as well, and are begun again.
-  __device__ __forceinline__ void refresh(Block& b, int stage, uint4 (&v)[kPieces]) {
-    bool whole = true;
+  // Waits for what copies were too early for. Both rows of a lane come from the same SMs at about the same time, so the first one is asked for
+  // when the second has come: with up to 8 rows all that is missing is, with more half of it.
+  __device__ __forceinline__ void settle(Block& b, int stage, uint4 (&v)[kPieces]) const {
+#pragma unroll 1
+    for (uint32_t polls = 0;;) {
+      bool whole = true;
 #pragma unroll
-    for (int n = 0; n < kPieces; ++n) whole = whole && complete(v[n]);
-    if (__all_sync(~0u, whole)) return;
-    settle_16(b, v, [&](int n) { return x + row[n % BLOCKS] + column_of(b, stage, n); });
+      for (int n = 0; n < kPieces; ++n) whole = whole && complete(v[n]);
+      if (!__any_sync(~0u, !whole)) return;
+      if (__any_sync(~0u, !b.may_poll(polls))) return;
+#pragma unroll
+      for (int n = 0; n < kPieces; ++n) {
+        const bool wanted = !complete(v[n]) && (n % 2 != 0 || complete(v[n + 1]));
+        load_16_if(wanted, x + (wanted ? row[n % kBlocks] + column_of(b, stage, n) : 0), v[n]);
+      }
+    }
+  }
+  // Of the stages behind `stage` that have been asked for, asks again for what was copied too early.
+  __device__ __forceinline__ void copy_again(const Block& b, int stage) const {
     await_copies<0>();
+#pragma unroll 1
     for (int ahead = 1; ahead < kSlots; ++ahead) {
-      const int place = slot + ahead < kSlots ? slot + ahead : slot + ahead - kSlots;
-      fill(b, stage + ahead, slots + place * kSlotBytes);
+      const uint32_t at = slots + (slot + ahead < kSlots ? slot + ahead : slot + ahead - kSlots) * kSlotBytes;
+      if (stage + ahead < S::stages) {
+#pragma unroll
+        for (int n = 0; n < kPieces; ++n)
+          if (!complete(shared_load_16(place(b, at, n)))) copy_16(place(b, at, n), x + row[n % kBlocks] + column_of(b, stage + ahead, n), true);
+      }
+      close_copies();
     }
   }
   // Hands in this warp's sums of squares: out[row].
   __device__ __forceinline__ void put_squares(const Block& b, float* out) const {
 #pragma unroll
-    for (int j = 0; j < BLOCKS; ++j) {
+    for (int j = 0; j < kBlocks; ++j) {
       float total = sum[j] + __shfl_xor_sync(~0u, sum[j], 1);
       total += __shfl_xor_sync(~0u, total, 2);
       if ((b.lane & 3) == 0) out[j * 8 + b.lane / 4] = total;

@@ -16,6 +16,16 @@ STEPS: tuple[Segments, ...] = (
     ((1, 3, 1), (0, 30, 13), (2, 500, 2)),
 )
 
+# Batches that only decode: even and uneven lengths, the first token beside long contexts, slots in any order.
+DECODING: tuple[Segments, ...] = (
+    ((1, 700, 1), (0, 0, 1)),
+    ((2, 95, 1), (0, 96, 1), (1, 31, 1)),
+    tuple((slot, 127 + slot % 2, 1) for slot in (5, 2, 7, 0, 4, 1, 3)),
+    tuple((slot, 64 + 3 * slot, 1) for slot in range(8)),
+    ((9, 15, 1), (0, 640, 1), (3, 1, 1), (4, 77, 1), (1, 16, 1), (2, 130, 1), (5, 48, 1), (8, 200, 1), (7, 0, 1)),
+    tuple((slot, 17 * (slot % 5) + 100 * (slot == 6), 1) for slot in range(15, -1, -1)),
+)
+
 
 def _case(heads: int, kv_heads: int, head_dim: int, window: int = 0, splits: int = 1, norm: bool = False) -> Case:
     label = f"rotary_attention {heads}/{kv_heads}x{head_dim} window {window} splits {splits}" + " norm" * norm
@@ -25,7 +35,7 @@ def _case(heads: int, kv_heads: int, head_dim: int, window: int = 0, splits: int
                 {"qkv": (heads + 2 * kv_heads) * head_dim, "rope": head_dim, "kv": 2 * kv_heads * head_dim},
                 {"out": out, "kv_new": 2 * kv_heads * head_dim}, weights,
                 {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "window": window, "scale": head_dim**-0.5, "eps": 1e-6,
-                 "splits": splits, "share_rows": False}, STEPS)
+                 "splits": splits, "share_rows": False}, (*STEPS, *DECODING))
 
 
 CASES = (

@@ -13,7 +13,7 @@
 // those of more rows are read from the cache after they have been appended. Past positions do not depend on the step, so every warp
 // asks for its first block before the queries are there.
 #pragma once
-#include "rotary_attention/one_row.cuh"
+#include "rotary_attention/single_rows.cuh"
 
 namespace mpk::rotary_attention {
 
@@ -381,10 +381,10 @@ __device__ __forceinline__ void clear(const Context& c, const Instruction& i, co
 template <class V>
 __device__ void run(const Context& c, const Instruction& i, Block& b) {
   bool waited = false;
-  if constexpr (OneRow<V>::POSSIBLE) {
-    if (OneRow<V>::is_form_of(c, *b.step)) {
+  if constexpr (SingleRows<V>::POSSIBLE) {
+    if (SingleRows<V>::is_form_of(c, *b.step)) {
 #pragma unroll 1
-      for (int tile = i.tile_begin; tile < i.tile_end; ++tile) OneRowTask<V>(c, i, b, tile).run(waited);
+      for (int tile = i.tile_begin; tile < i.tile_end; ++tile) SingleRowsTask<V>(c, i, b, tile).run(waited);
       if (!waited) wait_inputs(b);
       return;
     }

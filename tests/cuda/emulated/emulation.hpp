@@ -127,6 +127,19 @@ inline bool run_block() {
   return false;
 }
 
+// Words that are not there yet: one comes each time somebody polls. Afterwards everybody may look once more.
+struct LateWord {
+  uint32_t* at;
+  uint64_t value;
+};
+inline const LateWord *next_late, *late_end;
+inline int last_looks;
+inline bool bring_word() {
+  if (next_late == late_end) return --last_looks >= 0;
+  *next_late->at = uint32_t(next_late->value), ++next_late;
+  return true;
+}
+
 template <class T>
 T load(const void* p) {
   if (reinterpret_cast<uintptr_t>(p) % sizeof(T) != 0) std::fprintf(stderr, "misaligned access of %zu bytes\n", sizeof(T)), std::abort();

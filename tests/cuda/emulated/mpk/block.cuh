@@ -16,6 +16,7 @@ struct StepView {
   Segment segments[MAX_ROWS];
 };
 
+constexpr int NOTE_BYTES = 48;
 constexpr int STAGE_BYTES = 16 * 1024;
 
 // Every thread takes the block's stages one after the other.
@@ -30,6 +31,7 @@ struct Block {
   const StepView* step;
   int sm, sms, thread, warp, lane;
   unsigned char* scratch;
+  uint4* notes;
   WeightRing ring;
   int round;
   unsigned char* pool;
@@ -40,7 +42,10 @@ struct Block {
   void wait_last() {}
   void wait_events(int = 0) {}
   void arrived() {}
-  bool may_poll(uint32_t&, bool = false) const { std::fprintf(stderr, "data does not come that somebody waits for\n"), std::abort(); }
+  bool may_poll(uint32_t&, bool = false) const {
+    if (emulation::bring_word()) return true;
+    std::fprintf(stderr, "data does not come that somebody waits for\n"), std::abort();
+  }
   bool may_poll_rank(uint32_t&, int source, uint32_t, uint32_t) const { std::fprintf(stderr, "no part of rank %d\n", source), std::abort(); }
   bool stopping() const { return false; }
 };

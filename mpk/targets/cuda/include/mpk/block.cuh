@@ -37,6 +37,8 @@ struct StepView {
   Segment segments[MAX_ROWS];
 };
 
+constexpr int NOTE_BYTES = 48;  // what a warp may keep of a step from task to task
+
 constexpr int RECORDS = 4;  // instructions of a block in shared memory: the one before (of slower warps), the present one, the next two
 
 // Shared memory of a block before the ring.
@@ -49,6 +51,7 @@ struct alignas(128) BlockMemory {
   const Record* volatile first;            // of them
   WaitState waits;
   volatile int64_t arrived_ns, started_ns; // of the present instruction, if traced
+  uint4 notes[WARPS * NOTE_BYTES / 16];
 };
 static_assert(BLOCK_MEMORY_OFFSET + sizeof(BlockMemory) <= RING_OFFSET, "what the host allows for it");
 constexpr int SCRATCH_OFFSET = RING_END;
@@ -63,6 +66,7 @@ struct Block {
   int sm, sms;              // this block and how many there are
   int thread, warp, lane;   // among the consumers
   unsigned char* scratch;   // shared memory, SCRATCH_BYTES, 128-byte aligned; free for the task, undefined at its start
+  uint4* notes;             // shared memory, NOTE_BYTES a warp; zero at the beginning of a launch, then as tasks left it
   WeightRing ring;          // packed weights of the instruction, for kinds whose weights are streamed
   unsigned char* pool;      // prompt steps: shared memory, POOL_BYTES, 1024-byte aligned; undefined at a task's start
   tiles::Ring tiles;        // prompt steps: tiles of products, in the pool
@@ -151,7 +155,7 @@ __device__ __forceinline__ Block make_block(const Arguments& a) {
   b.step = &block_memory().step;
   b.sm = int(blockIdx.x), b.sms = int(gridDim.x);
   b.thread = int(threadIdx.x), b.warp = b.thread / 32, b.lane = b.thread % 32;
-  b.scratch = block_shared + SCRATCH_OFFSET;
+  b.scratch = block_shared + SCRATCH_OFFSET, b.notes = block_memory().notes;
   b.pool = block_shared + RING_OFFSET;
   b.tiles = tile_ring();
   b.arguments = &a;

@@ -20,24 +20,23 @@ __device__ __forceinline__ uint64_t* counter(const Kernel& k, int event) { retur
 // What a block keeps about its waits, in shared memory. Threads that wait at the same time share the clock, which only makes them
 // notice the limit together.
 struct WaitState {
-  int64_t last_ns, waited_ns;
+  Clock last_ns, waited_ns;
   Stall stall;   // why it gave up
   int gave_up;
 };
 
 // Called now and then by a wait that lasts: whether to give up, because others did or because of the limit. Time is counted in pieces, so
 // that a device that was taken away for a while does not look stuck.
-__device__ __forceinline__ bool gives_up(const Arguments& a, volatile WaitState& w, bool first) {
+__device__ __forceinline__ bool gives_up(const Arguments& a, WaitState& w, bool first) {
   constexpr int64_t PIECE_NS = 50'000'000;
   if (load_int(address<int32_t>(a.kernel.stop)) != RESULT_DONE) return true;
-  const int64_t now = now_ns(), passed = now - w.last_ns;
-  w.waited_ns = first ? 0 : w.waited_ns + (passed < PIECE_NS ? passed : PIECE_NS);
-  w.last_ns = now;
-  return w.waited_ns > a.launch.stall_limit_ns;
+  const int64_t now = now_ns(), passed = now - w.last_ns, waited = first ? 0 : w.waited_ns + (passed < PIECE_NS ? passed : PIECE_NS);
+  w.waited_ns = waited, w.last_ns = now;
+  return waited > a.launch.stall_limit_ns;
 }
 
 // Polls an event; false: the program stops.
-__device__ __forceinline__ bool await_event(const Arguments& a, volatile WaitState& w, int event, int64_t expected, int task, int64_t step) {
+__device__ __forceinline__ bool await_event(const Arguments& a, WaitState& w, int event, int64_t expected, int task, int64_t step) {
   constexpr int PATIENCE = 1024;  // polls between looks at the clock
   const uint64_t* at = counter(a.kernel, event);
   for (int i = 1;; ++i) {
@@ -58,7 +57,7 @@ __device__ __forceinline__ void report(const Arguments& a, const WaitState& w) {
   atomicCAS(address<int32_t>(a.kernel.stop), RESULT_DONE, RESULT_STALLED);
 }
 
-__device__ __forceinline__ bool await_all(const Arguments& a, volatile WaitState& w, const Record& r, int first, int64_t step) {
+__device__ __forceinline__ bool await_all(const Arguments& a, WaitState& w, const Record& r, int first, int64_t step) {
   const Instruction& in = r.instruction;
 #pragma unroll 1
   for (int n = first; n < in.wait_count; ++n) {

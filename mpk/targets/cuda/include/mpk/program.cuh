@@ -60,6 +60,7 @@ __device__ __forceinline__ bool begin_step(const Arguments& a, const Context& c,
     if (b.lane == 0) m.arrived_ns = trace_time(a.launch);
     const int64_t number = m.step.number + 1;
     const int before = m.step.rows;
+    __syncwarp();  // before the first lane changes them
     bool goes_on = true;
     for (uint32_t polls = 0; goes_on && !read_step(static_cast<const uint4*>(c.messages), number, b.lane, m.step);) goes_on = __all_sync(ALL_LANES, b.lane != 0 || b.may_poll(polls, true));
     if (b.lane == 0) {
@@ -249,6 +250,7 @@ __device__ __forceinline__ void run_program(const Arguments& a, Dispatch dispatc
     block_memory().count = stream_begin[block + 1] - stream_begin[block];
     block_memory().first = address<const Record>(a.kernel.records) + stream_begin[block];
   }
+  if (thread < WARPS * NOTE_BYTES / 16) block_memory().notes[thread] = uint4{};
   __syncthreads();
   const int count = block_memory().count;
   if (count == 0 && !PromptDispatch::READS) return;  // nothing orders the end of a step behind a block without tasks, so it may not read the step

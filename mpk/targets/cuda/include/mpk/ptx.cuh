@@ -57,6 +57,10 @@ __device__ __forceinline__ void load_8_if(bool wanted, const void* p, uint2& v) 
                : "memory");
 }
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }  // what is constant
+// Into the L2: `bytes`, a multiple of 16, from an address that is one.
+__device__ __forceinline__ void prefetch_bulk(const void* p, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
+}
 __device__ __forceinline__ float load_float(const float* p) { return __uint_as_float(load_4(p)); }
 __device__ __forceinline__ int32_t load_int(const int32_t* p) { return int32_t(load_4(p)); }
 __device__ __forceinline__ int64_t load_long(const int64_t* p) {
@@ -224,6 +228,18 @@ struct Flag {
 #else
   __device__ __forceinline__ operator int() const { return value; }
   __device__ __forceinline__ void operator=(int v) { value = v; }
+#endif
+};
+// A time that threads keep together.
+struct Clock {
+  volatile int64_t value;
+#if MPK_CHECKED
+  using Word = unsigned long long;
+  __device__ __forceinline__ operator int64_t() const { return int64_t(atomicAdd(reinterpret_cast<Word*>(const_cast<int64_t*>(&value)), Word(0))); }
+  __device__ __forceinline__ void operator=(int64_t v) { atomicExch(reinterpret_cast<Word*>(const_cast<int64_t*>(&value)), Word(v)); }
+#else
+  __device__ __forceinline__ operator int64_t() const { return value; }
+  __device__ __forceinline__ void operator=(int64_t v) { value = v; }
 #endif
 };
 

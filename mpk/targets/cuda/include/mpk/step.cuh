@@ -30,6 +30,7 @@ __device__ __forceinline__ bool read_step(const uint4* messages, int64_t number,
   const unsigned below = (1u << lane) - 1, firsts = __ballot_sync(ALL_LANES, mine && about & FIRST), with = __ballot_sync(ALL_LANES, mine && about & LOGITS);
   const int place = __popc(with & below);
   const bool logits = mine && about & LOGITS;
+  __syncwarp();  // other lanes have read what is overwritten, or written it at the poll before
   if (mine) {
     out.row_token[lane] = int(v.y), out.row_position[lane] = int(v.z), out.row_slot[lane] = int(about & 0xffu);
     if (logits) out.logit_row[place] = lane;

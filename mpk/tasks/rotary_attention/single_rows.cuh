@@ -1,4 +1,4 @@
-// The form of rotary_attention for a step of one row (OneRow of attention.cuh): every warp by itself, no barrier.
+// The form of rotary_attention for a step that only decodes (SingleRows of attention.cuh): every warp by itself, no barrier.
 #pragma once
 #include "mpk/wait.cuh"
 #include "rotary_attention/head.cuh"
@@ -6,7 +6,7 @@
 namespace mpk::rotary_attention {
 
 template <class V>
-class OneRowTask {
+class SingleRowsTask {
   using S = Shape<V>;
   using M = Memory<V>;
   using P = Page<V>;
@@ -15,52 +15,53 @@ class OneRowTask {
   static constexpr int KEY_ROW = TILE_QUERIES, VALUE_ROW = TILE_QUERIES + M::NEW;  // of the warp's place in shared memory
 
  public:
-  __device__ __forceinline__ OneRowTask(const Context& c, const Instruction& i, Block& b, int tile)
-      : c(c), i(i), b(b), rows(M{b.scratch}.rows(b.warp)), kv_head(tile / S::splits), split(tile % S::splits), line(*b.step) {}
+  __device__ __forceinline__ SingleRowsTask(const Context& c, const Instruction& i, Block& b, int tile)
+      : c(c), i(i), b(b), rows(M{b.scratch}.rows(b.warp)), kv_head(tile / S::splits), split(tile % S::splits), own(b, split) {}
 
   __device__ __forceinline__ void run(bool& waited) {
     __syncwarp();  // the memory of the tile before
-    int f = b.warp * line.used + split;
-    if (split >= line.used || f >= line.blocks) return;
-    const bool newest = f == 0;  // the block of the row itself, which is brought and appended here
+    if (own.row < 0) return;
+    int n = own.first;
+    const bool newest = n == 0;  // the block of the row itself, which is brought and appended here
     Warp<V> warp{};  // on every path: else registers hold what they held, all through the program
     warp.locate();
-    const int page = page_of(f);
+    const int ahead = min(n + own_lane() / 2 * own.stride, own.blocks - 1), page = page_of(ahead);  // of the warp's first blocks, two lanes each
     Asked asked{};
     if constexpr (FLAGGED) ask(asked, newest);  // before anything that needs the page's number: words may be there already
-    bf16* keys = keys_of(f, page);
+    bf16* keys = keys_of(n, __shfl_sync(ALL_LANES, page, 0));
     warp.load_keys(keys, 0), warp.load_values(keys + P::VALUES, 0);
+    bring_nearer(n, ahead, page);
     pad_queries();
     if (!waited) wait_inputs(b), waited = true;
     if constexpr (!FLAGGED) ask(asked, newest);
     bring(asked, newest);
     if (newest) {
-      const int at = line.position % S::block;
+      const int at = own.position % S::block;
       warp.insert_key(shared_address(rows + KEY_ROW * S::row_stride), at);
       warp.cut_values(at), warp.insert_value(rows + VALUE_ROW * S::row_stride, at);
     }
     warp.clear();
     const bf16* next = keys;
-    asm volatile("" : "+r"(f));  // or compilers make a copy of the loop for the newest block
+    asm volatile("" : "+r"(n));  // or compilers make a copy of the loop for the newest block
 #pragma unroll 1
     for (;;) {
-      const int position = (line.last - f) * S::block;
-      const bool more = f + line.stride() < line.blocks, whole = f != 0 && (S::window == 0 || position > line.position - S::window);
-      if (more) next = keys_of(f + line.stride(), page_of(f + line.stride()));
+      const int position = (own.last() - n) * S::block;
+      const bool more = n + own.stride < own.blocks, whole = n != 0 && (S::window == 0 || position > own.position - S::window);
+      if (more) next = keys_of(n + own.stride, page_of(n + own.stride));
       float scores[2 * S::fragments][4] = {};
       warp.score(scores, shared_address(rows), 0);
       if (more) warp.load_keys(next, 0);
       uint32_t weights[S::fragments][2];
       warp.join(scores);
       if (!whole) {
-        const int begin = S::window > 0 ? line.position - S::window + 1 - position : 0, end = line.position + 1 - position;
+        const int begin = S::window > 0 ? own.position - S::window + 1 - position : 0, end = own.position + 1 - position;
         warp.hide(scores, 0, begin, end), warp.hide(scores, 1, begin, end);
       }
       warp.soften(scores, weights, float(V::scale) * LOG2_E);
       warp.accumulate(weights, 0);
       if (!more) break;
       warp.load_values(next + P::VALUES, 0);
-      f += line.stride();
+      n += own.stride;
     }
     warp.finish();
     float* partial = flagged<float>(c, i, 2, b) + partial_offset(b.warp, S::heads, kv_head, S::splits, split, S::group, warp.pair * 2, S::head_dim);
@@ -71,12 +72,32 @@ class OneRowTask {
   }
 
  private:
+  // The warp's part of a row: blocks first, first + stride, ... of the row's, of which number 0 is the newest one.
+  struct Part {
+    int row, position, slot;     // no part: row < 0
+    int first, stride, blocks;
+
+    __device__ __forceinline__ Part(const Block& b, int split) : row(-1), position(0), slot(0), first(0), stride(1), blocks(0) {
+      const auto& of = SingleRows<V>::of(b);
+      const int f = b.warp * S::splits + split, rows = b.step->rows;
+      if (f >= of.begin[rows]) return;
+      row = of.row_of(f, rows);
+      const int begin = of.begin[row];
+      stride = of.begin[row + 1] - begin;
+      // Newest blocks, which take longer, are in different places of their rows, so that they are on different SMs.
+      first = f - begin - (row < stride ? row : 0);
+      if (first < 0) first += stride;
+      slot = b.step->segments[row].slot, position = b.step->segments[row].position, blocks = SingleRows<V>::blocks(position);
+    }
+    __device__ __forceinline__ int last() const { return position / S::block; }  // the newest one's number in the sequence
+  };
+
   const Context& c;
   const Instruction& i;
   Block& b;
   bf16* const rows;  // the warp's place in shared memory
   const int kv_head, split;
-  const OneRow<V> line;
+  const Part own;
 
   // What the warp waits for: heads of the row, and what turns them.
   struct Asked {
@@ -84,12 +105,17 @@ class OneRowTask {
     Turn<V> queries, keys;
   };
 
-  // Page of the warp's block `f`. Page numbers do not change during a step, and the SM has acquired it: they may come from the L1.
-  __device__ __forceinline__ int page_of(int f) const {
-    return c.page_table[int64_t(b.step->segments[0].slot) * c.max_pages + (line.last - f) / P::BLOCKS];
+  // Page of the row's block `n`. Page numbers do not change during a step, and the SM has acquired it: they may come from the L1.
+  __device__ __forceinline__ int page_of(int n) const { return c.page_table[int64_t(own.slot) * c.max_pages + (own.last() - n) / P::BLOCKS]; }
+  __device__ __forceinline__ bf16* keys_of(int n, int page) const {
+    return kv_page<bf16>(c, i.layer, page, kv_head, S::kv_heads, S::head_dim) + (own.last() - n) % P::BLOCKS * P::BLOCK_ELEMENTS;
   }
-  __device__ __forceinline__ bf16* keys_of(int f, int page) const {
-    return kv_page<bf16>(c, i.layer, page, kv_head, S::kv_heads, S::head_dim) + (line.last - f) % P::BLOCKS * P::BLOCK_ELEMENTS;
+  // Has the L2 fetch blocks that the warp comes to after its first one, which there are no registers for yet: they come while it waits for its
+  // queries. Lanes 2 j and 2 j + 1 have the number of block j and its page (of later ones than there are: some other block).
+  __device__ __forceinline__ void bring_nearer(int first, int number, int page) const {
+    constexpr int BLOCKS = 2;
+    const int lane = own_lane(), j = lane / 2;
+    if (j >= 1 && j <= BLOCKS && first + j * own.stride < own.blocks) prefetch_bulk(keys_of(number, page) + lane % 2 * P::VALUES, P::BLOCK_ELEMENTS * 2);
   }
 
   // Queries beyond the group's last one are multiplied like others, so they must be numbers.
@@ -107,8 +133,10 @@ class OneRowTask {
   __device__ __forceinline__ const bf16* from(int p) const {
     const int n = number(p), query = kv_head * S::group + n;
     const int head = all_queries(p) || n < S::group ? query : n == S::group ? S::heads + kv_head : S::heads + S::kv_heads + kv_head;
-    return flagged<bf16>(c, i, 0, b) + head * S::head_dim + own_lane() % Q::LANES * 4;
+    return flagged<bf16>(c, i, 0, b) + (own.row * (S::heads + 2 * S::kv_heads) + head) * S::head_dim + own_lane() % Q::LANES * 4;
   }
+
+  __device__ __forceinline__ const float* rope() const { return flagged<float>(c, i, 1, b) + own.row * S::head_dim; }
 
   // Asks for the group's queries, with `newest` for the row's key and value, and for what turns them.
   __device__ __forceinline__ void ask(Asked& asked, bool newest) const {
@@ -120,7 +148,7 @@ class OneRowTask {
       const bool wanted = quad < Q::quads && (all_queries(p) || number(p) < S::group || (newest && number(p) < S::group + 2));
       load_8_if(wanted, from(p), q.first), load_8_if(wanted, from(p) + Q::half, q.second);
     }
-    asked.queries.load_rope(flagged<float>(c, i, 1, b), quad), asked.queries.load_norm(params, QUERY, quad);
+    asked.queries.load_rope(rope(), quad), asked.queries.load_norm(params, QUERY, quad);
     if (newest) asked.keys.load_norm(params, KEY, quad);
   }
 
@@ -144,7 +172,7 @@ class OneRowTask {
       }
     }
     b.arrived();
-    asked.queries.settle_rope(b, flagged<float>(c, i, 1, b), quad);
+    asked.queries.settle_rope(b, rope(), quad);
     asked.keys.cosine = asked.queries.cosine, asked.keys.sine = asked.queries.sine;
     constexpr int OF_QUERIES = S::group / Q::A_WARP;  // passes that have nothing else
     turn<0, OF_QUERIES>(asked, quad);
@@ -189,7 +217,7 @@ class OneRowTask {
     const bf16* from = rows + (lane < 16 ? KEY_ROW : VALUE_ROW) * S::row_stride + 4 * quad;
     Q q;
     q.first = *reinterpret_cast<const uint2*>(from), q.second = *reinterpret_cast<const uint2*>(from + Q::half);
-    q.append(keys, lane < 16 ? KEY : VALUE, quad, line.position % S::block);
+    q.append(keys, lane < 16 ? KEY : VALUE, quad, own.position % S::block);
   }
 };
 
