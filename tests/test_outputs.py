@@ -44,6 +44,13 @@ def test_a_file_that_cannot_be_written_whole_is_removed(tmp_path: Path, small_fi
     assert not path.exists()
 
 
+def test_a_graph_that_cannot_be_kept_is_simulated_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_files: None) -> None:
+    monkeypatch.setenv("MPK_CACHE", str(tmp_path))
+    found = run_json("inspect", "SmolLM2-135M", "--target", "h200", "--workers", "7", "--json")
+    assert found["workers"] == 7
+    assert not [p for p in tmp_path.rglob("*") if p.is_file() and p.suffix == ".npz"]
+
+
 def test_an_interrupt_leaves_no_half_of_a_file_and_lines_that_were_there_before_stay(tmp_path: Path) -> None:
     half, lines = tmp_path / "half", tmp_path / "lines"
     with pytest.raises(KeyboardInterrupt), writing("--html", half):

@@ -42,7 +42,8 @@ def run(graph: SMTaskGraph, target: Target) -> SMTaskGraph:
 
 def _last_lasting(graph: SMTaskGraph) -> list[int]:
     """The last task of every other queue than that of `advance` whose results may be read in a later step; of its own if no other has one."""
-    mine, found = [], []
+    mine: list[int] = []
+    found: list[int] = []
     for worker, queue in enumerate(graph.queues):
         lasting = [t for t in queue if t != graph.tasks[-1].id and not graph.operator(t).attrs.get("ephemeral")]
         (mine if worker == graph.tasks[-1].worker else found).extend(lasting[-1:])
