@@ -26,6 +26,7 @@ from typing import Any
 
 from mpk.runtime import cuda_device
 from tests.support.models import TINY_MODELS
+from tests.support.smollm2 import MODEL
 
 PYTHON = sys.executable
 MEASURED = ("Llama-3.1-8B", "Llama-3.2-1B", "Qwen3-0.6B", "Qwen3-8B", "Qwen3-1.7B")
@@ -75,7 +76,7 @@ def parts(devices: int) -> list[Part]:
                                                                                                "test_cuda_prompt_linear")), 180),
         Part("engine", module("pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests/test_cuda_engine.py"), 240, programs=tiny),
         Part("shapes", module("pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests/test_cuda_shapes.py"), 300, programs=tuple((name, 1, 16) for name in ODD)),
-        Part("real weights", module("pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests/test_cuda_smollm2.py"), 180, programs=(("SmolLM2-135M", 1, 16),)),
+        Part("real weights", module("pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests/test_cuda_smollm2.py"), 180, programs=((MODEL, 1, 16),)),
         Part("prompts against torch", module("tests.support.prompt_check", "--alone", "llama", "qwen3-biases", "qwen2-window", "llama-llama3"), 240, programs=tiny),
         Part("soak", module("benchmarks.soak"), 240, programs=(("SmolLM2-135M", 1, 16),)),
     ]

@@ -62,6 +62,8 @@ def test_generate_streams_text_and_ends_with_a_summary(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("arguments", "text"), [
     (("generate", "--model", "/no/such/model"), "no model '/no/such/model'"),
+    (("generate", "--model", "qwen3-8b"), "qwen3-8b is known as a shape without weights, for mpk bench, inspect, simulate, trace and tune"),
+    (("simulate", "tests/support"), "folder tests/support, expected config.json in it, or a named shape"),
     (("generate", "--target", "h9000"), "target 'h9000'; known targets: auto, a100-80g, b200, cpp, h100, h200, rtx5090"),
     (("generate", "--prompt", ""), "the prompt is empty"),
     (("generate", "--prompt", "a", "--prompt-file", "b"), "--prompt and --prompt-file, expected only one of them"),

@@ -36,13 +36,14 @@ def config_of(name: str) -> Any:
 
 
 def make(name: str) -> Any:
-    """Two random layers in float32 that hold bf16 values."""
+    """Two random layers on the GPU, in float32 that hold bf16 values."""
     import torch
     import transformers
 
     config = config_of(name)
     torch.manual_seed(3)
-    model = getattr(transformers, config.architectures[0])(config).float().eval()
+    with torch.device("cuda"):
+        model = getattr(transformers, config.architectures[0])(config).float().eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.ndim > 1:
@@ -65,7 +66,7 @@ def test_logits_and_decoding_at_short_and_long_contexts(name: str) -> None:
     model = make(name)
     compiler = mpk.Compiler(hardware.choose("auto"))
     instance = compiler.build(compiler.lower_model(model)).create_instance(max_batch=3, max_context=CONTEXT, stall_limit_s=5.0)
-    exact_model, half_model = model.to("cuda"), make(name).to("cuda", torch.bfloat16)
+    exact_model, half_model = model, make(name).to(torch.bfloat16)
 
     def logits_of(m: Any, tokens: list[int], last: int) -> np.ndarray:
         with torch.no_grad():

@@ -217,6 +217,8 @@ def test_families_are_found_by_architecture_and_by_model_type() -> None:
     ({"architectures": ["GPT2LMHeadModel"]}, "unsupported architecture 'GPT2LMHeadModel'; supported: LlamaForCausalLM, MistralForCausalLM"),
     ({"architectures": ["LlamaModel"]}, "unsupported architecture 'LlamaModel'"),
     ({"architectures": None}, "without 'architectures' and 'model_type'"),
+    ({"tie_word_embeddings": "yes"}, "llama: config key 'tie_word_embeddings', expected true or false, got 'yes'"),
+    ({"architectures": "LlamaForCausalLM"}, "config key 'architectures', expected a list, e.g. [\"LlamaForCausalLM\"], got 'LlamaForCausalLM'"),
     ({"hidden_act": "gelu"}, "llama: unsupported 'hidden_act', got 'gelu'; supported: silu"),
     ({"num_local_experts": 8}, "llama: unsupported 'num_local_experts', got 8; supported: dense models"),
     ({"quantization_config": {"quant_method": "gptq"}}, "unsupported 'quantization_config', got 'gptq'"),

@@ -60,6 +60,8 @@ def lowered(graph: TensorGraph, target: Target, options: Options, lower: Callabl
         with store.writing():
             made.save(str(path))
         store.commit(name, path, {"proof": made.proof})
+    except (GraphError, TargetError) as error:  # a full disk, say
+        LOG.info("the graph is not kept: %s", error)
     finally:
         path.unlink(missing_ok=True)
     return made

@@ -18,6 +18,7 @@ from mpk.commands import decode_plan
 from mpk.commands.common import build, check_writable, print_json, require_complete, writing
 from mpk.commands.peers import PEERS, peer_system
 from mpk.errors import RequestError
+from mpk.models.floor import floor_bytes
 
 if TYPE_CHECKING:
     from mpk.commands.decode_plan import DecodePlan
@@ -116,13 +117,9 @@ def _numbers(text: str, option: str) -> list[int]:
     return values
 
 
-def floor_bytes(config: DecoderConfig, dtype: str, batch: int, context: int) -> int:
-    """Bytes one decode step must read: every weight of a product once, and the keys and values of every sequence."""
-    c, size = config, 2 if dtype == "bf16" else 4
-    attention = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim * c.hidden_size
-    weights = c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size) + c.vocab_size * c.hidden_size
-    cached = sum(min(context, c.window(layer) or context) for layer in range(c.num_layers))
-    return size * (weights + batch * cached * 2 * c.num_kv_heads * c.head_dim)
+def floor_ms(config: DecoderConfig, dtype: str, target: Target, tp: int, batch: int, context: int) -> float:
+    """Milliseconds of a step of `tp` devices that did nothing but read `floor_bytes`, each its part."""
+    return floor_bytes(config, dtype, batch, context) / tp / (target.rank_bandwidth(tp) * 1e6)
 
 
 def _mpk(compiler: Any, loaded: LoadedModel, plans: Mapping[tuple[int, int], DecodePlan], quiet: bool) -> System:
@@ -148,7 +145,7 @@ def line(system: str, loaded: LoadedModel, target: Target, tp: int, dtype: str, 
          times: list[float]) -> dict[str, Any]:
     """One measurement as `benchmarks/results` keeps it: milliseconds, quartiles, floor and ratio to it."""
     q1, median, q3 = statistics.quantiles(times, n=4)
-    floor = floor_bytes(loaded.config, dtype, batch, context) / (target.bandwidth.value * 1e6) / tp
+    floor = floor_ms(loaded.config, dtype, target, tp, batch, context)
     return {"system": system, "model": loaded.name, "target": target.name, "device": _device(target), "tp": tp, "dtype": dtype, "batch": batch,
             "context": context, "ms_per_token": round(median, 4), "q1": round(q1, 4), "q3": round(q3, 4), "floor_ms": round(floor, 4),
             "ratio": round(median / floor, 3), "commit": _commit(), "date": date.today().isoformat()}
@@ -180,7 +177,7 @@ def _report(result: dict[str, Any], json: bool, output: Path | None) -> None:
     import json as json_module
 
     if output is not None:
-        with writing("--output", output), output.open("a", encoding="utf-8") as f:
+        with writing("--output", output, appends=True), output.open("a", encoding="utf-8") as f:
             f.write(json_module.dumps(result) + "\n")
     if json:
         print_json(result)

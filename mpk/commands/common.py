@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,22 +27,38 @@ def print_json(value: Any) -> None:
 
 
 @contextmanager
-def writing(what: str, path: Path) -> Iterator[None]:
-    """Turns a failure to write `path` into a `RequestError` that names the option `what`."""
+def writing(what: str, path: Path, appends: bool = False) -> Iterator[None]:
+    """Turns a failure to write `path` into a `RequestError` that names the option `what`. What is left of a file that could not be written
+    whole (a full disk, an interrupt) is removed, unless what was there before still is (`appends`)."""
     try:
         yield
-    except OSError as error:
-        raise RequestError(f"{what} {path} cannot be written ({error.strerror})",
-                           remedy="name a file in a folder that exists and can be written") from error
+    except BaseException as error:
+        if not appends and path.is_file():
+            path.unlink()
+        if not isinstance(error, OSError):
+            raise
+        remedy = "name a file where there is room" if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT) else "name a file in a folder that exists and can be written"
+        raise RequestError(f"{what} {path} cannot be written ({error.strerror})", remedy=remedy) from error
 
 
 def check_writable(what: str, path: Path) -> None:
     """Raise `RequestError` where `path` cannot be written, before long work is done for it; leaves no file behind."""
     new = not path.exists()
-    with writing(what, path):
+    with writing(what, path, appends=True):
         path.open("a").close()
         if new:
             path.unlink()
+
+
+def check_outputs(files: Mapping[str, Path | None]) -> None:
+    """`check_writable` for every option that names a file; two that name the same one are refused too (a device such as /dev/null is not)."""
+    named = {option: path for option, path in files.items() if path is not None}
+    first: dict[Path, str] = {}
+    for option, path in named.items():
+        check_writable(option, path)
+        other = first.setdefault(path.resolve(), option)
+        if other != option and (path.is_file() or not path.exists()):
+            raise RequestError(f"{other} and {option} both name {path}", expected="a file each")
 
 
 def require_complete(result: GenerateResult) -> None:

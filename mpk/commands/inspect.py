@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mpk import settings
-from mpk.commands.common import DEFAULT_MODEL, print_json, writing
+from mpk.commands.common import DEFAULT_MODEL, check_outputs, print_json, writing
 from mpk.errors import RequestError
 
 if TYPE_CHECKING:
@@ -39,13 +39,15 @@ def command(
         raise RequestError("--json and --text", expected="only one of them")
     if layer is not None and picture is None:
         raise RequestError(f"--layer {layer} without --picture", remedy="name the file of the picture with --picture")
+    check_outputs({"--save": save, "--picture": picture, "--schedule": schedule})
     compiler = Compiler(target, tensor_parallel_size=tp, dtype=dtype, workers=workers)
     loaded = frontend.load(model, shapes=True)
     started = time.perf_counter()
     graph = compiler.lower_model(loaded)
     report = describe(graph, loaded.name, time.perf_counter() - started)
     if save is not None:
-        graph.save(str(save))
+        with writing("--save", save):
+            graph.save(str(save))
     if picture is not None:
         _write("--picture", picture, draw.layer_svg(graph, layer or 0))
     if schedule is not None:
@@ -92,14 +94,14 @@ def _print(report: dict[str, Any]) -> None:
 
     console = Console()
     console.print(f"[bold]{report['model']}[/bold] on {report['target']}, {report['workers']} workers, {report['dtype']}, "
-                  f"{_state()} in {report['lower_seconds']:.2f} s")
+                  f"{_state()} in {report['lower_seconds']:.2f} s", soft_wrap=True)
     table = Table("kind", "operators", "tasks", box=None)
     for kind, count in report["operators_per_kind"].items():
         table.add_row(kind, str(count), str(report["tasks_per_kind"].get(kind, 0)))
     table.add_row("all", str(report["operators"]), str(report["tasks"]))
     console.print(table)
     if report["ranks"] > 1:
-        console.print(f"{'ranks':14} {report['ranks']}, each with these tasks and its part of the weights, {report['peer_bytes'] / 1e6:.1f} MB for messages")
+        console.print(f"{'ranks':14} {report['ranks']}, each with these tasks and its part of the weights, {report['peer_bytes'] / 1e6:.1f} MB for messages", soft_wrap=True)
     rows = [
         ("events", f"{report['events']} (before fusion {report['events_before_fusion']}), {report['signals']} signals, "
                    f"{report['waits']} waits"),
@@ -110,6 +112,6 @@ def _print(report: dict[str, Any]) -> None:
         ("cache", f"{report['cache_bytes_per_token']} bytes a token"),
     ]
     for key, value in rows:
-        console.print(f"{key:14} {value}")
+        console.print(f"{key:14} {value}", soft_wrap=True)
     for note in report["passes"]:
-        console.print(f"  {note}", highlight=False)
+        console.print(f"  {note}", highlight=False, soft_wrap=True)

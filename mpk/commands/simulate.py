@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mpk.commands.common import DEFAULT_MODEL, check_writable, print_json, writing
+from mpk.commands.common import DEFAULT_MODEL, check_outputs, print_json, writing
 from mpk.errors import RequestError, TargetError
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 def command(
     model: Annotated[str, typer.Argument(help="A named shape such as Llama-3.1-8B, a config.json, a folder, or a GGUF file.")] = DEFAULT_MODEL,
     target: Annotated[str, typer.Option(help="Any target that `mpk targets` lists, or auto.")] = "auto",
-    tp: Annotated[int, typer.Option(help="Devices that share the model.")] = 1,
-    batch: Annotated[int, typer.Option(help="Sequences in the step.")] = 1,
+    tp: Annotated[int, typer.Option(help="Devices that share the model (on cpp: groups of threads, which share its memory), 1 to 8.")] = 1,
+    batch: Annotated[int, typer.Option(help="Sequences in the step, 1 to 16.")] = 1,
     context: Annotated[int, typer.Option(help="Tokens before the step, of each sequence.")] = 512,
     workers: Annotated[int | None, typer.Option(help="Worker threads or SMs (default: all of the target).")] = None,
     dtype: Annotated[str, typer.Option(help="Type of weights and key-value cache: bf16 or f32.")] = "bf16",
@@ -43,14 +43,13 @@ def command(
         from mpk.simulate.plot import require
 
         require()
-    for option, path in outputs.items():
-        if path is not None:
-            check_writable(option, path)
+    check_outputs(outputs)
     if batch < 1 or batch > 16:
         raise RequestError(f"--batch {batch}", expected="1 to 16")
     loaded = frontend.load(model, shapes=True)
-    if not 1 <= context <= loaded.config.max_context:
-        raise RequestError(f"--context {context}", expected=f"1 to {loaded.config.max_context} (the context of {loaded.name})")
+    most = loaded.config.max_context - 1  # the token of the step itself has a place too
+    if not 1 <= context <= most:
+        raise RequestError(f"--context {context}", expected=f"1 to {most} tokens before the step (the context of {loaded.name} is {most + 1})")
     compiler = Compiler(target, tensor_parallel_size=tp, dtype=dtype, workers=workers, max_batch=batch, enable_cross_op_pipelining=pipelining)
     require_room(compiler, loaded, tp, batch, context)
     started = time.perf_counter()
@@ -80,10 +79,11 @@ def run(compiler: Compiler, graph: SMTaskGraph, batch: int, context: int, tp: in
 
 def require_room(compiler: Compiler, loaded: LoadedModel, tp: int, batch: int, context: int) -> None:
     """Raise `TargetError` where weights and cache would not fit the target's memory."""
-    from mpk.commands.bench import floor_bytes
+    from mpk.models.floor import floor_bytes
 
-    capacity = compiler.target.capacity_gb.value
-    needed = floor_bytes(loaded.config, compiler.options.dtype, batch, context) / tp / 1e9
+    config, capacity = loaded.config, compiler.target.capacity_gb.value
+    table = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size * (2 if compiler.options.dtype == "bf16" else 4)
+    needed = (floor_bytes(config, compiler.options.dtype, batch, context) + table) / tp / 1e9
     if capacity and needed > capacity:
         raise TargetError(f"{loaded.name} on target {compiler.target.name}", expected=f"at most {capacity:g} GB on each device",
                           actual=f"{needed:.1f} GB of weights and cache with --tp {tp}", remedy="use more devices (--tp) or a larger target")
@@ -123,12 +123,12 @@ def _print(report: dict[str, Any]) -> None:
     devices = f", {report['devices']} devices" if report["devices"] > 1 else ""
     console.print(f"[bold]{report['model']}[/bold] on {report['target']}, {report['workers']} workers, batch {report['batch']}, context {report['context']}"
                   f"{devices}: [bold]{report['ms_per_token']:.3f} ms[/bold] a step "
-                  f"(floor {report['floor_us'] / 1e3:.3f}, ratio {report['ratio']:.2f}), {report['tokens_per_second']:.0f} tokens/s")
+                  f"(floor {report['floor_us'] / 1e3:.3f}, ratio {report['ratio']:.2f}), {report['tokens_per_second']:.0f} tokens/s", soft_wrap=True)
     console.print(f"workers busy {_percent(report['utilisation'])}, memory busy {_percent(report['memory_utilisation'])}; idle: "
-                  + ", ".join(f"{cause} {_percent(share)}" for cause, share in report["idle"].items() if share >= 0.0005))
+                  + ", ".join(f"{cause} {_percent(share)}" for cause, share in report["idle"].items() if share >= 0.0005), soft_wrap=True)
     console.print(f"device memory: {moved['total'] / 1e6:.1f} MB a step (weights {moved['weights'] / 1e6:.1f}, cache {moved['cache'] / 1e6:.1f}, "
                   f"activations {moved['activations'] / 1e6:.2f} = {_percent(report['activation_share'])})"
-                  + (f"; communication overlapped {_percent(report['communication_overlap'])}" if report["devices"] > 1 else ""), highlight=False)
+                  + (f"; communication overlapped {_percent(report['communication_overlap'])}" if report["devices"] > 1 else ""), highlight=False, soft_wrap=True)
     table = Table("critical path, us", *(c.replace("_", "-") for c in _COLUMNS), "all", box=None)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -140,7 +140,7 @@ def _print(report: dict[str, Any]) -> None:
     if "comparison" in report:
         _print_comparison(console, report["comparison"])
     console.print(f"{report['events_simulated']} events; lowered in {report['lower_seconds']:.1f} s, simulated in {report['simulate_seconds']:.1f} s; costs: "
-                  f"{report['costs']}", highlight=False)
+                  f"{report['costs']}", highlight=False, soft_wrap=True)
 
 
 _COLUMNS = ("run", "input", "weights", "hand_off", "publish", "peer")

@@ -9,7 +9,7 @@ import numpy as np
 import typer
 
 from mpk.commands import communication, decode_plan
-from mpk.commands.common import DEFAULT_MODEL, build, check_writable, print_json, require_complete, writing
+from mpk.commands.common import DEFAULT_MODEL, build, check_outputs, print_json, require_complete, writing
 from mpk.errors import RequestError
 from mpk.simulate import analysis
 from mpk.simulate.timeline import PHASES
@@ -34,7 +34,7 @@ def command(
 ) -> None:
     """Trace every task and wait of every worker; off everywhere else, so that nothing pays for it."""
     from mpk import frontend
-    from mpk.commands.bench import floor_bytes
+    from mpk.commands.bench import floor_ms
     from mpk.compiler import Compiler
     from mpk.simulate import page, perfetto, plot
     from mpk.simulate.measured import measured
@@ -46,9 +46,7 @@ def command(
     compiler.require_device()
     if png is not None:
         plot.require()
-    for option, path in (("--output", output), ("--html", html), ("--png", png)):
-        if path is not None:
-            check_writable(option, path)
+    check_outputs({"--output": output, "--html": html, "--png": png})
     loaded = frontend.load(model, shapes=True)
     plan = decode_plan.with_prompt(batch, context, steps, compiler.options.max_rows, compiler.target.prompt_least if tp == 1 else 0)
     if plan.context > loaded.config.max_context:
@@ -68,9 +66,9 @@ def command(
         perfetto.write([timeline], output)
     if html is not None:
         title = f"{loaded.name} on {graph.target}, batch {batch}, context {context}"
-        floor_ms = floor_bytes(loaded.config, dtype, batch, context + steps // 2) / compiler.target.bandwidth.value / 1e6 / tp
+        floor = floor_ms(loaded.config, dtype, compiler.target, tp, batch, context + steps // 2)
         with writing("--html", html):
-            page.write_page([timeline], html, title=title, floor_ms=floor_ms)
+            page.write_page([timeline], html, title=title, floor_ms=floor)
     if png is not None:
         with writing("--png", png):
             plot.write_png([timeline], png)
@@ -111,13 +109,13 @@ def _print(report: dict[str, Any]) -> None:
 
     console = Console()
     files = ", ".join(str(report[key]) for key in ("trace", "html", "png") if report[key])
-    console.print(f"{report['model']} on {report['target']}: {report['ms_per_token']:.3f} ms per token, workers are in tasks {report['in_tasks']:.1%} of it; see {files}")
+    console.print(f"{report['model']} on {report['target']}: {report['ms_per_token']:.3f} ms per token, workers are in tasks {report['in_tasks']:.1%} of it; see {files}", soft_wrap=True)
     table = Table("operator", "in tasks us", "wait us", "active us", "weights GB/s", box=None)
     for name, row in sorted(report["per_operator"].items(), key=lambda item: -item[1]["task_us"]):
         table.add_row(name, *(f"{row[key]:.1f}" for key in ("task_us", "wait_us", "active_us", "gb_s")))
     console.print(table)
-    console.print("a step, all layers; of an average worker; active: while any worker is in a task of it")
+    console.print("a step, all layers; of an average worker; active: while any worker is in a task of it", soft_wrap=True)
     if "communication" in report:
         c = report["communication"]
         console.print(f"{c['messages']} messages a step: {c['all_reduce_exposed_us']:.2f} us exposed a sum over ranks (median), {c['exposed_us_per_step']:.1f} us "
-                      f"in all, {100 * c['hidden_share']:.0f} % of the time under way hidden")
+                      f"in all, {100 * c['hidden_share']:.0f} % of the time under way hidden", soft_wrap=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mpk.commands.common import DEFAULT_MODEL, print_json
+from mpk.commands.simulate import require_room
 from mpk.errors import RequestError
 from mpk.targets import hardware
 
@@ -45,6 +46,7 @@ def command(
     if not STEPS < context <= loaded.config.max_context - STEPS:
         raise RequestError(f"--context {context}", expected=f"{STEPS + 1} to {loaded.config.max_context - STEPS} for {loaded.name}")
     compiler = Compiler(target, dtype=dtype, workers=workers, max_batch=max_batch, use_tuned=False)
+    require_room(compiler, loaded, 1, batch, context)
     started = time.perf_counter()
     seen: list[Candidate] = []
     say = seen.append if json else (lambda c: _progress(seen, c))

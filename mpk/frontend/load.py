@@ -51,7 +51,14 @@ def _load_path(text: str, shapes: bool) -> LoadedModel:
         return _load_gguf(path, path.stem)
     if text.lower() in BUNDLED:
         return _load_gguf(bundled_model_path(text.lower()), text.lower())
-    raise ModelError(f"no model '{text}'", expected=SOURCES)
+    raise ModelError(f"no model '{text}'", expected=SOURCES, remedy=_without_weights(text))
+
+
+def _without_weights(text: str) -> str:
+    from mpk.models import shapes
+
+    known = text.lower() in {name.lower() for name in shapes.SHAPES}
+    return f"{text} is known as a shape without weights, for mpk bench, inspect, simulate, trace and tune" if known else ""
 
 
 def _has_weights(folder: Path) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from mpk.errors import InternalError
+from mpk.errors import GraphError, InternalError
 from mpk.graph.tensor_graph import Operator, TensorGraph
 
 STEP_CLOSERS = ("advance", "prompt_advance")  # kinds of the task that ends a step and raises the step event
@@ -201,9 +201,11 @@ class SMTaskGraph:
     def ready_tasks(self, completed: Iterable[int]) -> list[int]:
         """Tasks not completed whose events have fired and, where queues exist, whose predecessor in the queue is done.
 
-        The event that `advance` raises counts as fired: the host raises it before the first step.
+        The event that `advance` raises counts as fired: the host raises it before the first step. Raises `GraphError` for a task that is not there.
         """
         done = set(completed)
+        if unknown := done.difference(range(len(self.tasks))):
+            raise GraphError(f"completed task {next(iter(unknown))!r}", expected=f"0 to {len(self.tasks) - 1}")
         armed = {e.id for e in self.events if any(self.tasks[p].kind in STEP_CLOSERS for p in e.producers)}
         count = [0] * len(self.events)
         for t in done:

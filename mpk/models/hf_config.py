@@ -51,6 +51,8 @@ class HFConfig:
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.data.get(key)
+        if value is not None and not isinstance(value, (bool, int)):
+            raise ModelError(f"{self.family}: config key '{key}'", expected="true or false", actual=repr(value))
         return default if value is None else bool(value)
 
     def require(self, key: str, actual: Any, supported: bool, what: str) -> None:

@@ -44,6 +44,8 @@ def family(architecture: str) -> Family:
 def family_of(hf: Mapping[str, Any]) -> Family:
     """The family that a config.json names in `architectures`, else in `model_type`."""
     architectures = hf.get("architectures")
+    if architectures and not isinstance(architectures, (list, tuple)):
+        raise ModelError("config key 'architectures'", expected='a list, e.g. ["LlamaForCausalLM"]', actual=repr(architectures))
     if architectures:
         return family(str(architectures[0]))
     if not hf.get("model_type"):

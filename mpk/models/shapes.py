@@ -90,6 +90,8 @@ def shape(name: str) -> DecoderConfig:
         if not isinstance(data, dict):
             raise ModelError(f"{path}", expected="a JSON object", actual=type(data).__name__)
         return config_from_mapping(data)
+    if name and Path(name).is_dir():
+        raise ModelError(f"folder {name}", expected="config.json in it, or a named shape")
     raise ModelError(f"no shape and no config.json '{name}'", remedy=f"known shapes: {', '.join(SHAPES)}")
 
 

@@ -41,12 +41,13 @@ def run(graph: SMTaskGraph, target: Target) -> SMTaskGraph:
 
 
 def _last_lasting(graph: SMTaskGraph) -> list[int]:
-    """The last task of every other queue than that of `advance` whose results may be read in a later step."""
-    found = []
-    for queue in graph.queues[: graph.tasks[-1].worker] + graph.queues[graph.tasks[-1].worker + 1 :]:
-        lasting = [t for t in queue if not graph.operator(t).attrs.get("ephemeral")]
-        found += lasting[-1:]
-    return found
+    """The last task of every other queue than that of `advance` whose results may be read in a later step; of its own if no other has one."""
+    mine: list[int] = []
+    found: list[int] = []
+    for worker, queue in enumerate(graph.queues):
+        lasting = [t for t in queue if t != graph.tasks[-1].id and not graph.operator(t).attrs.get("ephemeral")]
+        (mine if worker == graph.tasks[-1].worker else found).extend(lasting[-1:])
+    return found or mine
 
 
 def _minimal_needs(graph: SMTaskGraph, wanted: dict[int, list[frozenset[int]]], given: dict[int, list[frozenset[int]]],

@@ -24,7 +24,7 @@ from mpk.simulate.machine import KindCost, Machine
 from mpk.simulate.program import PS, build
 from mpk.simulate.report import floor_us, overlap, traffic
 from mpk.simulate.simulator import STEPS, Simulation, run_program
-from mpk.simulate.work import Step
+from mpk.simulate.work import Step, Work
 from mpk.tasks.stages import TILE_ROWS
 
 COLLECTIVE = "collective"  # kind of a library's all-reduce
@@ -44,7 +44,8 @@ def kernel_per_operator(graph: SMTaskGraph, machine: Machine, step: Step, launch
     program = build(barriers, split, step, STEPS, pipelining=False, spilling=True)
     called = np.array([t.kind in COLLECTIVES for t in barriers.tasks])[program.ids]
     program.tasks["link_bytes"], program.tasks["source"] = 0, -1
-    program.tasks["chunks"][called] = 0  # the library's call has it all in its time
+    program.tasks["chunks"][called] = 0  # the library's call has it all in its time, and what it moves is not known
+    program.work[program.ids[called], Work._fields.index("spilled")] = 0
     if launch == "eager":  # the host runs ahead within a step, and waits for the token at its end
         ops = np.array([t.op for t in barriers.tasks])[program.ids]
         program.tasks["earliest"] = ((np.searchsorted(np.unique(ops), ops) + 1) * costs.eager_us * PS).astype(np.int64)
@@ -149,7 +150,7 @@ class _Plain:
         attrs: dict[str, Scalar] = {**op.attrs, "heads": heads, "kv_heads": kv_heads, "splits": splits}
 
         def reads(begin: int, end: int) -> tuple[tuple[Region, ...], tuple[Region, ...]]:
-            return (Region(cache, 0, 2 * c.head_dim * (end - begin)),), ()
+            return (Region(cache, 0, 2 * c.head_dim * (-(-end // splits) - begin // splits)),), ()  # as many heads as the tiles touch
 
         kind = "rotary_attention" if any(k.name == "rotary_attention" for k in self.machine.kinds) else "attention"
         self._emit(op, kind, attrs, kv_heads * splits, reads, lambda b, e: Cost(0, 1, 1))

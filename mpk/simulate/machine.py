@@ -131,8 +131,9 @@ def _entry(kinds: tuple[KindCost, ...], name: str, rows: int) -> KindCost | None
     return max((k for k in kinds if k.name == name and k.rows <= rows), key=lambda k: k.rows, default=None)
 
 
-def machine(target: Target | str) -> Machine:
-    """The machine of a target; raises `TargetError` for one whose description says nothing for the simulator."""
+def machine(target: Target | str, devices: int = 1) -> Machine:
+    """The machine of a target, as each of `devices` that share a model has it; raises `TargetError` for one whose description says nothing for
+    the simulator."""
     described = hardware.load(target) if isinstance(target, str) else target
     data = hardware.description(described.name)
     section = data.get("simulation")
@@ -147,7 +148,7 @@ def machine(target: Target | str) -> Machine:
         worker = replace(worker, port_gb_s=described.worker_bandwidth.value)
     launch = LaunchCost(**{k: float(v["value"]) for k, v in data.get("launch", {}).items()})
     link = LinkCost(**{k: float(v["value"]) for k, v in data.get("link", {}).items() if k in {f.name for f in fields(LinkCost)}})
-    return Machine(described.name, described, described.bandwidth.value, worker, kinds, launch, link, float(section["l2_mb"]["value"]), costs.source)
+    return Machine(described.name, described, described.rank_bandwidth(devices), worker, kinds, launch, link, float(section["l2_mb"]["value"]), costs.source)
 
 
 def _scaled(cost: KindCost, factor: float) -> KindCost:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mpk.errors import GraphError
+from mpk.errors import GraphError, RequestError
 from mpk.graph.order import STEP_EVENT
 from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.simulate.machine import KindCost, Machine
@@ -17,6 +17,8 @@ PREFETCHES, OPENS = 1, 2  # Flags of core.hpp
 CARRIED, LINK = 1, 2  # Via of core.hpp
 PEER = "peer"  # kind of the buffers through which devices send to each other
 PS = 1_000_000  # picoseconds of a microsecond
+MAX_PIECES = 300_000_000  # that are simulated at once: minutes
+MAX_SECONDS = 100_000  # of one worker in one step
 
 # The structures of core.hpp.
 TASK = np.dtype([*((n, np.int64) for n in ("earliest", "before", "start", "stage", "group", "end", "chunk", "link_bytes")),
@@ -63,6 +65,7 @@ def build(graph: SMTaskGraph, machine: Machine, step: Step, steps: int, pipelini
     if spilling is None:
         spilling = max(activation_bytes(graph, op, step.batch) for op in graph.tensor_graph.operators) > machine.l2_mb * 1e6
     work = table(graph, machine.target, step, spilling)
+    _require_end(work, machine, steps)
     tasks = np.zeros(len(ids), TASK)
     _times(tasks, graph, machine, ids, work)
     waits = [e for t in ids for e in graph.tasks[t].waits]
@@ -74,6 +77,19 @@ def build(graph: SMTaskGraph, machine: Machine, step: Step, steps: int, pipelini
     begin = np.cumsum([0, *(len(q) for q in graph.queues)]).astype(np.int32)
     return Program(_machine(graph, machine, len(waits), steps, pipelining), tasks, ids, begin, np.array(waits, np.int32), np.array(signals, np.int32),
                    np.array([e.threshold for e in graph.events], np.int32), _via(graph), machine.shares(graph.num_workers), work)
+
+
+def _require_end(work: np.ndarray, machine: Machine, steps: int) -> None:
+    """Raise `RequestError` for work whose simulation would take longer than anybody waits, or whose times would not fit 64 bits."""
+    fields = dict(zip(Work._fields, work.astype(np.float64).T, strict=True))
+    loaded = fields["direct"] + fields["spilled"]
+    moved = float((fields["stages"] * fields["stage_bytes"] + loaded).sum())
+    pieces = float((fields["stages"] + np.ceil(loaded / CHUNK_BYTES)).sum()) * steps
+    alone_s = float(fields["flops"].sum()) / (machine.target.worker_rate.value * 1e9) + moved / (machine.worker.port_gb_s * 1e9)
+    if pieces > MAX_PIECES:
+        raise RequestError(f"{steps} steps of {moved / 1e12:.3g} TB", expected=f"at most {MAX_PIECES * CHUNK_BYTES / 1e12:.3g} TB in all, in pieces of {CHUNK_BYTES >> 10} KB")
+    if alone_s > MAX_SECONDS:
+        raise RequestError(f"a step that takes one worker {alone_s:.3g} s", expected=f"at most {MAX_SECONDS} s")
 
 
 def rebuild(program: Program, graph: SMTaskGraph, machine: Machine, steps: int, pipelining: bool = True) -> Program:

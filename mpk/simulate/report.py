@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from mpk.graph.sm_task_graph import SMTaskGraph
+from mpk.models.floor import floor_bytes
+from mpk.models.registry import families
 from mpk.simulate.program import LINK
 from mpk.simulate.simulator import Simulation
 
@@ -118,9 +120,14 @@ def _union(spans: np.ndarray) -> np.ndarray:
 
 
 def floor_us(simulation: Simulation) -> float:
-    """The bytes that a step cannot do without over the bandwidth of device memory: weights once, keys and values once."""
-    t = traffic(simulation)
-    return (t.weights + t.cache) / (simulation.machine.bandwidth_gb_s * 1e3)
+    """The bytes that a step cannot do without over the bandwidth of device memory: weights once, keys and values once, shared equally by the
+    devices. Of a model, those of its sizes, without what packing adds; of other graphs, what their tasks read."""
+    graph, step = simulation.graph, simulation.step
+    config, moved = graph.tensor_graph.config, traffic(simulation)
+    least = moved.weights + moved.cache
+    if config.architecture in families():
+        least = min(least, floor_bytes(config, graph.dtype, step.batch, step.context) // simulation.devices)
+    return least / (simulation.machine.bandwidth_gb_s * 1e3)
 
 
 def report(simulation: Simulation) -> dict[str, Any]:

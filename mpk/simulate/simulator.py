@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -54,8 +55,7 @@ class Simulation:
         begin = int(self.bounds[first])
         parts = [part for s in range(first, len(self.records)) for part in self._spans(s, begin)]
         spans = np.concatenate(parts)
-        spans = spans[(spans["end_ns"] > spans["begin_ns"]) & (spans["end_ns"] > 0)]
-        spans["begin_ns"] = np.maximum(spans["begin_ns"], 0)
+        spans = _wrapped(spans[spans["end_ns"] > spans["begin_ns"]], int(self.bounds[-1] - begin) // 1000)
         spans = spans[np.lexsort((spans["begin_ns"], spans["role"], spans["worker"], spans["device"]))]
         return Timeline(self.graph, _apart(spans), "simulated", self.graph.num_workers, self.devices, len(self.records) - first)
 
@@ -86,14 +86,65 @@ class Simulation:
         return spans
 
 
+def _wrapped(spans: np.ndarray, duration_ns: int) -> np.ndarray:
+    """Spans from 0 on. What was loaded before is shown at the end instead, where the loaders of a generation that goes on fetch the same for the next step."""
+    early = (spans["begin_ns"] < 0) & (spans["role"] == LOADER)
+    before = spans[early]
+    before["end_ns"] = np.minimum(before["end_ns"], 0)
+    before["bytes"] = before["bytes"] * (before["end_ns"] - before["begin_ns"]) // (spans["end_ns"] - spans["begin_ns"])[early]
+    spans["bytes"][early] -= before["bytes"]
+    before["begin_ns"] += duration_ns
+    before["end_ns"] += duration_ns
+    spans = np.concatenate([spans, before])
+    spans["begin_ns"] = np.maximum(spans["begin_ns"], 0)
+    return spans[spans["end_ns"] > spans["begin_ns"]]
+
+
 def _apart(spans: np.ndarray) -> np.ndarray:
-    """Loads of consecutive tasks of a worker overlap by what is on its way; each is drawn from the end of the one before."""
-    follows = np.zeros(len(spans), bool)
-    follows[1:] = (spans["worker"][1:] == spans["worker"][:-1]) & (spans["role"][1:] == spans["role"][:-1]) & (spans["device"][1:] == spans["device"][:-1])
-    ends = np.roll(spans["end_ns"], 1)
-    clip = follows & (spans["role"] == LOADER)
-    spans["begin_ns"][clip] = np.minimum(np.maximum(spans["begin_ns"][clip], ends[clip]), spans["end_ns"][clip])
-    return spans
+    """Loads of a worker overlap: by what is on its way, and where its consumer loads too. They are drawn one after the other, in pieces, so that what the
+    worker brings in any time is what it brought."""
+    loads = spans["role"] == LOADER
+    others, loads = spans[~loads], spans[loads]
+    at = np.flatnonzero(np.diff(loads["worker"], prepend=-1) | np.diff(loads["device"], prepend=-1))
+    parts = [_interleaved(part) for part in np.split(loads, at[1:])] if len(at) else []
+    return np.concatenate([others, *parts])
+
+
+def _interleaved(loads: np.ndarray) -> np.ndarray:
+    """SPAN, in order of begin, of one worker -> the same bytes in spans that do not overlap: a time in which several are on their way is shared
+    among them by their rates."""
+    if not (loads["begin_ns"][1:] < loads["end_ns"][:-1]).any():
+        return loads
+    begins, ends, sizes = (loads[name].tolist() for name in ("begin_ns", "end_ns", "bytes"))
+    edges = np.unique(np.concatenate([loads["begin_ns"], loads["end_ns"]])).tolist()
+    pieces: list[list[int]] = []  # [load, begin, end, bytes]
+    active: list[int] = []
+    left, following = [0] * len(begins), 0  # bytes of pieces shorter than a nanosecond
+    for t0, t1 in pairwise(edges):
+        active = [i for i in active if ends[i] > t0]
+        while following < len(begins) and begins[following] <= t0:
+            active.append(following)
+            following += 1
+        if not active:
+            continue
+        moved = [sizes[i] * (t1 - begins[i]) // (ends[i] - begins[i]) - sizes[i] * (t0 - begins[i]) // (ends[i] - begins[i]) for i in active]
+        whole, done, begin = sum(moved), 0, t0
+        for n, (i, amount) in enumerate(zip(active, moved, strict=True)):
+            done += amount
+            end = t1 if n + 1 == len(active) else t0 + ((t1 - t0) * done // whole if whole else 0)
+            left[i] += amount
+            if end == begin:
+                continue
+            if pieces and pieces[-1][0] == i and pieces[-1][2] == begin:
+                pieces[-1][2], pieces[-1][3] = end, pieces[-1][3] + left[i]
+            else:
+                pieces.append([i, begin, end, left[i]])
+            left[i], begin = 0, end
+    table = np.array(pieces, np.int64)
+    out = loads[table[:, 0]]
+    out["begin_ns"], out["end_ns"], out["bytes"] = table[:, 1], table[:, 2], table[:, 3]
+    out["bytes"][-1] += sum(left)
+    return out
 
 
 def simulate(graph: SMTaskGraph, *, target: Machine | str | None = None, batch: int = 1, context: int = 512, steps: int = STEPS,
@@ -108,7 +159,7 @@ def simulate(graph: SMTaskGraph, *, target: Machine | str | None = None, batch: 
         if not 1 <= value <= most:
             raise RequestError(f"{name} {value}", expected=f"1 to {most}")
     wanted: Machine | str = target or graph.target
-    described = wanted if isinstance(wanted, Machine) else machine(hardware.load(wanted).with_workers(graph.num_workers))
+    described = wanted if isinstance(wanted, Machine) else machine(hardware.load(wanted).with_workers(graph.num_workers), devices)
     step = Step(batch, context)
     return run_program(graph, described, step, build(graph, described, step, steps, pipelining), devices)
 

@@ -14,6 +14,7 @@ from mpk.graph.sm_task_graph import Buffer, Cost, Region, SMTaskGraph
 from mpk.graph.tensor_graph import Operator, TensorGraph
 from mpk.models.config import DecoderConfig
 from mpk.passes import dependencies, event_fusion, schedule
+from mpk.runtime.request import whole
 from mpk.simulate.baseline import kernel_per_operator
 from mpk.simulate.machine import KindCost, Machine, machine
 from mpk.simulate.report import traffic
@@ -23,6 +24,7 @@ from mpk.simulate.work import Step
 from mpk.targets import hardware
 
 KIND = "tile"
+MOST = 1 << 50  # bytes, operations and elements of one tile
 _NO_MODEL = DecoderConfig("tiles", 1, 8, 8, 1, 1, 1, 8, 1e-5, 1)
 
 
@@ -31,7 +33,8 @@ class TaskTile:
     """A piece of an operator that one worker computes.
 
     `reads`, `writes`: regions (buffer, begin, end) in elements; who depends on whom follows from where they overlap. `weight_bytes`:
-    constant data streamed from device memory, which depends on nothing. `flops`: operations.
+    constant data streamed from device memory, which depends on nothing. `flops`: operations. Raises `GraphError` for sizes and regions that
+    cannot be.
     """
 
     operator: str
@@ -39,6 +42,17 @@ class TaskTile:
     writes: tuple[Region, ...] = ()
     weight_bytes: int = 0
     flops: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.operator, str) or not self.operator:
+            raise GraphError("a tile's operator", expected="a name", actual=repr(self.operator))
+        for name in ("weight_bytes", "flops"):
+            if not whole(value := getattr(self, name)) or not 0 <= value < MOST:
+                raise GraphError(f"{name} of a tile of {self.operator}", expected=f"a whole number from 0 below {MOST}", actual=repr(value))
+        for name in ("reads", "writes"):
+            for region in getattr(self, name):
+                if not isinstance(region, Region) or not (whole(region.begin) and whole(region.end) and 0 <= region.begin < region.end < MOST):
+                    raise GraphError(f"{name} of a tile of {self.operator}", expected="Region(buffer, begin, end) with 0 <= begin < end", actual=repr(region))
 
 
 @dataclass(frozen=True)
@@ -76,13 +90,15 @@ class MPKMegaKernelEngine:
 
     def __init__(self, num_sms: int = 132, target: str = "h200") -> None:
         described = hardware.load(target)
-        if not 1 <= num_sms <= described.max_workers:
-            raise RequestError(f"num_sms {num_sms}", expected=f"1 to {described.max_workers} on target {described.name}")
+        if not whole(num_sms) or not 1 <= num_sms <= described.max_workers:
+            raise RequestError(f"num_sms {num_sms!r}", expected=f"1 to {described.max_workers} on target {described.name}")
         self.machine: Machine = machine(described.with_workers(num_sms))
         self.num_sms = num_sms
 
     def graph(self, tiles: Sequence[TaskTile], element_bytes: int = 2) -> SMTaskGraph:
         """Schedule tiles, in the order that defines their meaning; tiles of one operator stand together. Raises `GraphError`."""
+        if not isinstance(tiles, Sequence) or not all(isinstance(t, TaskTile) for t in tiles):
+            raise GraphError("tiles", expected="a list of TaskTile", actual=type(tiles).__name__)
         if not tiles:
             raise GraphError("no tiles", expected="one or more")
         operators = list(dict.fromkeys(t.operator for t in tiles))
@@ -142,7 +158,11 @@ class MPKMegaKernelEngine:
         return replace(self.machine, kinds=kinds, worker=replace(self.machine.worker, step_us=0.0))
 
     def _scheduled(self, tiles: Sequence[TaskTile] | SMTaskGraph) -> SMTaskGraph:
-        return tiles if isinstance(tiles, SMTaskGraph) else self.graph(tiles)
+        if not isinstance(tiles, SMTaskGraph):
+            return self.graph(tiles)
+        if tiles.num_workers != self.num_sms:
+            raise GraphError(f"a graph scheduled on {tiles.num_workers} workers", expected=f"{self.num_sms}, as the engine has")
+        return tiles
 
 
 def _buffers(tiles: Sequence[TaskTile], operator: str, which: str) -> tuple[str, ...]:

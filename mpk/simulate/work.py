@@ -73,7 +73,7 @@ class WorkModel:
 
     def _work(self, task: Task, op: Operator) -> Work:
         buffers, batch = self.graph.buffers, self.step.batch
-        cached = sum(self._cached(buffers[r.buffer], r, op) for r in task.reads if buffers[r.buffer].kind == "cache")
+        cached = sum(self._cached(buffers[r.buffer], r, task, op) for r in task.reads if buffers[r.buffer].kind == "cache")
         read = sum(self._bytes(buffers[r.buffer], r) for r in task.reads if buffers[r.buffer].kind != "cache")
         written = sum(self._bytes(buffers[r.buffer], r) for r in task.writes)
         kind = self.kinds.get(task.kind)
@@ -109,11 +109,16 @@ class WorkModel:
         rows = 1 if buffer.rows == "step" else self.step.batch
         return (region.end - region.begin) * buffer.element_bytes * rows
 
-    def _cached(self, buffer: Buffer, region: Region, op: Operator) -> int:
-        """Bytes of keys or values that a task reads: its columns, its share of the positions of every sequence."""
-        window = int(op.attrs.get("window", 0))
+    def _cached(self, buffer: Buffer, region: Region, task: Task, op: Operator) -> int:
+        """Bytes of keys or values that a task reads: its columns, its share of the positions of every sequence.
+
+        A tile is one split of one key-value head. Columns are those of all heads that a task touches, of the first and last of which it
+        may have some splits only."""
+        window, splits = int(op.attrs.get("window", 0)), int(op.attrs.get("splits", 1))
         seen = min(self.step.context, window or self.step.context)
-        return -(-(region.end - region.begin) * buffer.element_bytes * seen * self.step.batch // int(op.attrs.get("splits", 1)))
+        heads = -(-task.tile_end // splits) - task.tile_begin // splits
+        whole = (region.end - region.begin) * buffer.element_bytes * seen * self.step.batch
+        return -(-whole * (task.tile_end - task.tile_begin) // (splits * heads))
 
     def _element(self, task: Task) -> int:
         return next(self.graph.buffers[r.buffer].element_bytes for r in task.reads if self.graph.buffers[r.buffer].kind == "cache") * 2

@@ -77,6 +77,10 @@ class Target:
     def with_workers(self, workers: int) -> Target:
         return replace(self, workers=workers)
 
+    def rank_bandwidth(self, ranks: int) -> float:
+        """GB/s that each of `ranks` devices gets at a time: those of the back end `cpp` are groups of threads of one machine, which share its memory."""
+        return self.bandwidth.value / (ranks if self.backend == "cpp" else 1)
+
 
 def available_cpus() -> int:
     """Processors this process may use."""

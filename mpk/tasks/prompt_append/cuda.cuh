@@ -41,6 +41,7 @@ __device__ __forceinline__ void keys(const Context& c, const Instruction& i, con
   constexpr int head_dim = int(V::head_dim), width = (int(V::heads) + 2 * int(V::kv_heads)) * head_dim;
   using H = HeadRow<head_dim>;
   const float* norm = V::k_norm ? reinterpret_cast<const float*>(c.params + i.params) : nullptr;
+#pragma unroll 2  // more spills registers
   for (int r = b.warp; r < rows.count; r += WARPS) {
     H h;
     h.load(operand<bf16>(c, i, 0) + int64_t(rows.row + r) * width + (int(V::heads) + head) * head_dim, b.lane);
@@ -61,12 +62,14 @@ __device__ __forceinline__ void values(const Context& c, const Instruction& i, c
   constexpr int head_dim = int(V::head_dim), width = (int(V::heads) + 2 * int(V::kv_heads)) * head_dim, stride = head_dim + 2, pairs = head_dim / 2;
   bf16* meeting = reinterpret_cast<bf16*>(b.pool);
   const bf16* from = operand<bf16>(c, i, 0) + int64_t(rows.row) * width + (int(V::heads) + int(V::kv_heads) + head) * head_dim;
+#pragma unroll 4
   for (int j = b.thread; j < rows.count * pairs; j += THREADS) {
     const int r = j / pairs, d = j % pairs * 2;
     *reinterpret_cast<uint32_t*>(meeting + (rows.first + r) * stride + d) = load_4(from + int64_t(r) * width + d);
   }
   b.sync();
   constexpr int groups = KV_PAGE_TOKENS / 4;
+#pragma unroll 2
   for (int j = b.thread; j < head_dim * groups; j += THREADS) {
     const int d = j % head_dim, begin = j / head_dim * 4, end = rows.first + rows.count;
     bf16* to = page + PagePlace<head_dim>::value(begin, d);

@@ -19,17 +19,16 @@ __device__ __forceinline__ void run(const Context& c, const Instruction& i, Bloc
     if constexpr (V::all_logits)
       if (!load_int(&c.sequences[load_int(c.row_slot + row)].all_logits)) continue;
     // A lane makes 16-byte units: columns 8 q + 2 unit, + 1 of 32, q = 0 to 3. Its number is asked anew, so that weights are not kept.
-    const int lane = own_lane(), unit = lane % 4, quarter = lane / 4 * 32;
-    const bf16* from = operand<bf16>(c, i, 0) + int64_t(row) * hidden;
+    // One address and constants apart from it, and no question about a column that a whole round answers: else the offsets fill all registers.
+    const int lane = own_lane(), own = lane / 4 * 32 + lane % 4 * 2;
+    const auto there = [&](int r, int q) { return (r + 1) * 256 <= hidden || r * 256 + own + q * 8 < hidden; };
+    const bf16* from = operand<bf16>(c, i, 0) + int64_t(row) * hidden + own;
     uint32_t x[rounds][4];
     float sum = 0.0f;
 #pragma unroll
     for (int r = 0; r < rounds; ++r)
 #pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        const int column = r * 256 + quarter + q * 8 + unit * 2;
-        x[r][q] = column < hidden ? load_4(from + column) : 0u;
-      }
+      for (int q = 0; q < 4; ++q) x[r][q] = there(r, q) ? load_4(from + (r * 256 + q * 8)) : 0u;
 #pragma unroll
     for (int r = 0; r < rounds; ++r)
 #pragma unroll
@@ -40,13 +39,12 @@ __device__ __forceinline__ void run(const Context& c, const Instruction& i, Bloc
       uint32_t y[4];
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
-        const int column = r * 256 + quarter + q * 8 + unit * 2;
         float2 g{};
-        if (column < hidden) g = __ldg(reinterpret_cast<const float2*>(norm + column));
+        if (there(r, q)) g = __ldg(reinterpret_cast<const float2*>(norm + own + (r * 256 + q * 8)));
         y[q] = pack_bf16(low(x[r][q]) * scale * g.x, high(x[r][q]) * scale * g.y);
       }
-      const int column = r * 256 + quarter + unit * 2;
-      if (column < (hidden + 63) / 64 * 64)
+      const int column = r * 256 + own;
+      if ((r + 1) * 256 <= hidden || column < (hidden + 63) / 64 * 64)
         *reinterpret_cast<uint4*>(operand<unsigned char>(c, i, 1) + tiles::chunk_offset(row, column, c.prompt_room)) = {y[0], y[1], y[2], y[3]};
     }
   }

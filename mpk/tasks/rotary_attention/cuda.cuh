@@ -265,7 +265,7 @@ class Task {
 #pragma unroll
       for (int section = 0; section < S::sections; ++section) {
         if (section > 0) warp.load_keys(keys, section);
-        warp.score(scores, shared_address(rows), section);
+        warp.score(warp, scores, shared_address(rows), section);
       }
       if (more) warp.load_keys(next, 0);
       const bool whole = position >= oldest_of(tile) && position + S::block - 1 <= tile.position() + tile.query / S::group;
@@ -277,7 +277,7 @@ class Task {
       for (int section = 0; section < S::sections; ++section) {
         if (section > 0) warp.load_values(keys + P::VALUES, section);
         if (!whole) warp.cut_values(tile.position() + tile.rows() - position);
-        warp.accumulate(weights, section);
+        warp.accumulate(warp, weights, section);
       }
       if (more) warp.load_values(next + P::VALUES, 0);
       if (!WHOLE) keys = next;

@@ -24,13 +24,17 @@ class SingleRowsTask {
     int n = own.first;
     const bool newest = n == 0;  // the block of the row itself, which is brought and appended here
     Warp<V> warp{};  // on every path: else registers hold what they held, all through the program
-    warp.locate();
-    const int ahead = min(n + own_lane() / 2 * own.stride, own.blocks - 1), page = page_of(ahead);  // of the warp's first blocks, two lanes each
+    Held<V> other{};
+    warp.locate(), other.row = warp.row, other.pair = warp.pair;
+    int pages = pages_from(n);
     Asked asked{};
-    if constexpr (FLAGGED) ask(asked, newest);  // before anything that needs the page's number: words may be there already
-    bf16* keys = keys_of(n, __shfl_sync(ALL_LANES, page, 0));
+    if constexpr (FLAGGED) ask(asked, newest);  // before anything that needs a page's number: words may be there already
+    bf16* keys = keys_of(n, __shfl_sync(ALL_LANES, pages, 0));
     warp.load_keys(keys, 0), warp.load_values(keys + P::VALUES, 0);
-    bring_nearer(n, ahead, page);
+    if (n + own.stride < own.blocks) {
+      const bf16* second = keys_of(n + own.stride, __shfl_sync(ALL_LANES, pages, 1));
+      other.load_keys(second, 0), other.load_values(second + P::VALUES, 0);
+    }
     pad_queries();
     if (!waited) wait_inputs(b), waited = true;
     if constexpr (!FLAGGED) ask(asked, newest);
@@ -41,28 +45,9 @@ class SingleRowsTask {
       warp.cut_values(at), warp.insert_value(rows + VALUE_ROW * S::row_stride, at);
     }
     warp.clear();
-    const bf16* next = keys;
     asm volatile("" : "+r"(n));  // or compilers make a copy of the loop for the newest block
 #pragma unroll 1
-    for (;;) {
-      const int position = (own.last() - n) * S::block;
-      const bool more = n + own.stride < own.blocks, whole = n != 0 && (S::window == 0 || position > own.position - S::window);
-      if (more) next = keys_of(n + own.stride, page_of(n + own.stride));
-      float scores[2 * S::fragments][4] = {};
-      warp.score(scores, shared_address(rows), 0);
-      if (more) warp.load_keys(next, 0);
-      uint32_t weights[S::fragments][2];
-      warp.join(scores);
-      if (!whole) {
-        const int begin = S::window > 0 ? own.position - S::window + 1 - position : 0, end = own.position + 1 - position;
-        warp.hide(scores, 0, begin, end), warp.hide(scores, 1, begin, end);
-      }
-      warp.soften(scores, weights, float(V::scale) * LOG2_E);
-      warp.accumulate(weights, 0);
-      if (!more) break;
-      warp.load_values(next + P::VALUES, 0);
-      n += own.stride;
-    }
+    for (int k = 0; attend(warp, warp, n, k, pages) && attend(warp, other, n, k, pages);) continue;
     warp.finish();
     float* partial = flagged<float>(c, i, 2, b) + partial_offset(b.warp, S::heads, kv_head, S::splits, split, S::group, warp.pair * 2, S::head_dim);
 #pragma unroll
@@ -72,6 +57,29 @@ class SingleRowsTask {
   }
 
  private:
+  // Number `k` of the warp's blocks, which is the row's number `n` and is held in `held`; then asks for the one after the next: there are two
+  // at a time, so that one may be on its way while the other is used. False: there is no next one.
+  __device__ __forceinline__ bool attend(Warp<V>& warp, Held<V>& held, int& n, int& k, int& pages) const {
+    const int position = (own.last() - n) * S::block, later = n + 2 * own.stride;
+    const bool more = later < own.blocks, whole = n != 0 && (S::window == 0 || position > own.position - S::window);
+    if ((k += 1) % 32 == 31) pages = pages_from(later);
+    const bf16* next = keys_of(more ? later : n, __shfl_sync(ALL_LANES, pages, (k + 1) % 32));
+    float scores[2 * S::fragments][4] = {};
+    warp.score(held, scores, shared_address(rows), 0);
+    if (more) held.load_keys(next, 0);
+    uint32_t weights[S::fragments][2];
+    warp.join(scores);
+    if (!whole) {
+      const int begin = S::window > 0 ? own.position - S::window + 1 - position : 0, end = own.position + 1 - position;
+      warp.hide(scores, 0, begin, end), warp.hide(scores, 1, begin, end);
+    }
+    warp.soften(scores, weights, float(V::scale) * LOG2_E);
+    warp.accumulate(held, weights, 0);
+    if (more) held.load_values(next + P::VALUES, 0);
+    n += own.stride;
+    return n < own.blocks;
+  }
+
   // The warp's part of a row: blocks first, first + stride, ... of the row's, of which number 0 is the newest one.
   struct Part {
     int row, position, slot;     // no part: row < 0
@@ -107,17 +115,11 @@ class SingleRowsTask {
 
   // Page of the row's block `n`. Page numbers do not change during a step, and the SM has acquired it: they may come from the L1.
   __device__ __forceinline__ int page_of(int n) const { return c.page_table[int64_t(own.slot) * c.max_pages + (own.last() - n) / P::BLOCKS]; }
+  // Lane l has the page of the warp's block that is l after the row's number `n`, as far as there are any.
+  __device__ __forceinline__ int pages_from(int n) const { return page_of(min(n + own_lane() * own.stride, own.blocks - 1)); }
   __device__ __forceinline__ bf16* keys_of(int n, int page) const {
     return kv_page<bf16>(c, i.layer, page, kv_head, S::kv_heads, S::head_dim) + (own.last() - n) % P::BLOCKS * P::BLOCK_ELEMENTS;
   }
-  // Has the L2 fetch blocks that the warp comes to after its first one, which there are no registers for yet: they come while it waits for its
-  // queries. Lanes 2 j and 2 j + 1 have the number of block j and its page (of later ones than there are: some other block).
-  __device__ __forceinline__ void bring_nearer(int first, int number, int page) const {
-    constexpr int BLOCKS = 2;
-    const int lane = own_lane(), j = lane / 2;
-    if (j >= 1 && j <= BLOCKS && first + j * own.stride < own.blocks) prefetch_bulk(keys_of(number, page) + lane % 2 * P::VALUES, P::BLOCK_ELEMENTS * 2);
-  }
-
   // Queries beyond the group's last one are multiplied like others, so they must be numbers.
   __device__ __forceinline__ void pad_queries() const {
     const int row = own_lane() / 4, pair = own_lane() % 4;

@@ -32,10 +32,6 @@ inline void load_8_if(bool wanted, const void* p, uint2& v) {
   if (wanted) v = load_8(p);
 }
 inline void prefetch(const void*) {}
-inline void prefetch_bulk(const void* p, uint32_t bytes) {
-  if (bytes % 16 != 0) std::fprintf(stderr, "%u bytes fetched ahead, expected a multiple of 16\n", bytes), std::abort();
-  emulation::load<uint4>(p), emulation::load<uint4>(static_cast<const unsigned char*>(p) + bytes - 16);  // checks the place
-}
 inline float load_float(const float* p) { return *p; }
 inline int32_t load_int(const int32_t* p) { return *p; }
 inline int64_t load_long(const int64_t* p) { return *p; }

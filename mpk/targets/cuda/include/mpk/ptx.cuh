@@ -57,10 +57,6 @@ __device__ __forceinline__ void load_8_if(bool wanted, const void* p, uint2& v) 
                : "memory");
 }
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }  // what is constant
-// Into the L2: `bytes`, a multiple of 16, from an address that is one.
-__device__ __forceinline__ void prefetch_bulk(const void* p, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
-}
 __device__ __forceinline__ float load_float(const float* p) { return __uint_as_float(load_4(p)); }
 __device__ __forceinline__ int32_t load_int(const int32_t* p) { return int32_t(load_4(p)); }
 __device__ __forceinline__ int64_t load_long(const int64_t* p) {
