@@ -130,10 +130,124 @@ struct Merge {
   }
 };
 
-// A step that only decodes: of each row a head is merged by 1, 2, 4 or 8 warps of the block, each of which has some of its columns and, along the
+// What has been added up of a lane's four columns.
+struct Sums {
+  float sums[4] = {}, max = minus_infinity(), total = 0.0f;
+
+  __device__ __forceinline__ void scale(float by) {
+#pragma unroll
+    for (float& sum : sums) sum *= by;
+    total *= by;
+  }
+  // Adds partial results: columns, and (maximum, total) of each; what was not there has a maximum of minus infinity.
+  template <int N>
+  __device__ __forceinline__ void add(const uint4 (&v)[N], const uint2 (&s)[N]) {
+    float top = max;
+#pragma unroll
+    for (int j = 0; j < N; ++j) top = fmaxf(top, __uint_as_float(s[j].x));
+    const float base = top == minus_infinity() ? 0.0f : top;
+    scale(exp2_fast((max - base) * LOG2_E));
+    max = top;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const float factor = exp2_fast((__uint_as_float(s[j].x) - base) * LOG2_E);
+      total += __uint_as_float(s[j].y) * factor;
+      sums[0] += __uint_as_float(v[j].x) * factor, sums[1] += __uint_as_float(v[j].y) * factor;
+      sums[2] += __uint_as_float(v[j].z) * factor, sums[3] += __uint_as_float(v[j].w) * factor;
+    }
+  }
+  __device__ __forceinline__ uint2 result() const {
+    const float inverse = 1.0f / total;
+    return {pack_bf16(sums[0] * inverse, sums[1] * inverse), pack_bf16(sums[2] * inverse, sums[3] * inverse)};
+  }
+};
+
+// A step of one row: all warps of the block share a head, each has some of its columns, and lanes beside each other along the partial
+// results, of which there may be many.
+template <class V>
+struct OneRow : Sums {
+  using R = SingleRows<V>;
+  static constexpr int heads = int(V::heads), head_dim = int(V::head_dim), splits = int(V::splits), group = heads / int(V::kv_heads), quads = head_dim / 4;
+  static constexpr int each = (quads + WARPS - 1) / WARPS;  // quads of a warp at least
+  static constexpr int LANES = each <= 1 ? 1 : each <= 2 ? 2 : each <= 4 ? 4 : 8, GROUPS = 32 / LANES;  // GROUPS: partial results side by side
+  static constexpr int turns = splits % GROUPS == 0 ? splits / GROUPS : 1;  // of a lane until it comes to the next row of the buffer
+  static constexpr int BATCH = 6 % turns == 0 ? 6 : 8;                       // partial results of a lane on their way at a time
+
+  // Place of partial result `f` of a head; the splits of one row of the buffer come before the next row.
+  static constexpr __device__ __forceinline__ int place(int f) { return (f / splits * (heads * splits) + f % splits * group) * partial_columns(head_dim); }
+  // Whether the places of a batch differ by the same, whatever its first one is.
+  static constexpr bool REGULAR = GROUPS % splits == 0 || (splits % GROUPS == 0 && BATCH % turns == 0);
+  static __device__ __forceinline__ float* at(float* of_head, int first, int j) {
+    return REGULAR ? of_head + place(first) + place(j * GROUPS) : of_head + place(first + j * GROUPS);
+  }
+
+  // Adds the results first, first + GROUPS, ... of this lane, BATCH of them, that are below `count`.
+  __device__ __forceinline__ void gather(Block& b, float* of_head, int first, int count, int quad) {
+    uint4 v[BATCH] = {};
+    uint2 s[BATCH];
+#pragma unroll
+    for (auto& statistics : s) statistics = uint2{__float_as_uint(minus_infinity()), 0};
+    const int own = quad < quads ? (count - first + GROUPS - 1) / GROUPS : 0;
+    const auto load = [&](int j, bool sums_too, bool statistics_too) {
+      const float* from = at(of_head, first, j);
+      load_16_if(sums_too, from + quad * 4, v[j]), load_8_if(statistics_too, from + head_dim, s[j]);
+    };
+#pragma unroll
+    for (int j = 0; j < BATCH; ++j) load(j, j < own, j < own);
+    if constexpr (FLAGGED) {
+#pragma unroll 1
+      for (uint32_t polls = 0;;) {
+        bool whole = true;
+#pragma unroll
+        for (int j = 0; j < BATCH; ++j) whole = whole && complete(s[j]) && complete(v[j]);
+        if (!__any_sync(ALL_LANES, !whole)) break;
+        if (__any_sync(ALL_LANES, !b.may_poll(polls))) break;
+#pragma unroll
+        for (int j = 0; j < BATCH; ++j) load(j, !complete(v[j]), !complete(s[j]));
+      }
+    }
+    add(v, s);
+  }
+  // Adds up what lanes have of the same columns. Lanes without columns have read nothing.
+  __device__ __forceinline__ void join() {
+    float top = max;
+#pragma unroll
+    for (int step = LANES; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, step));
+    scale(max == minus_infinity() ? 0.0f : exp2_fast((max - top) * LOG2_E));
+#pragma unroll
+    for (int step = LANES; step < 32; step *= 2) {
+      total += __shfl_xor_sync(ALL_LANES, total, step);
+#pragma unroll
+      for (float& sum : sums) sum += __shfl_xor_sync(ALL_LANES, sum, step);
+    }
+  }
+
+  // One head, by all threads of the block.
+  static __device__ __forceinline__ void run(Block& b, float* partials, bf16* out, int head) {
+    const int count = R::parts_of_one(R::blocks(b.step->segments[0].position)), lane = own_lane(), quad = b.warp * LANES + lane % LANES;
+    float* of_head = partials + partial_offset(0, heads, head / group, splits, 0, group, head % group, head_dim);
+    OneRow own;
+#pragma unroll 1
+    for (int begin = 0; begin < count; begin += GROUPS * BATCH) own.gather(b, of_head, begin + lane / LANES, count, quad);
+    b.arrived();
+    own.join();
+    if (lane < LANES && quad < quads) store_8(out + quad * 4, own.result());
+    if constexpr (FLAGGED) {
+      b.sync();  // all warps have read the maxima and totals
+      if (quad >= quads) return;
+#pragma unroll 1
+      for (int f = lane / LANES; f < count; f += GROUPS) {
+        clear_16(of_head + place(f) + quad * 4);
+        if (quad == 0) clear_8(of_head + place(f) + head_dim);
+      }
+    }
+  }
+};
+
+// A step of several single rows: of each a head is merged by 1, 2, 4 or 8 warps of the block, each of which has some of its columns and, along the
 // partial results, lanes beside each other. So warps have about the same to load, whatever the number of rows.
 template <class V>
-struct Columns {
+struct Columns : Sums {
   using R = SingleRows<V>;
   static constexpr int heads = int(V::heads), head_dim = int(V::head_dim), splits = int(V::splits), group = heads / int(V::kv_heads), quads = head_dim / 4;
   static constexpr int ALL = quads <= 1 ? 1 : quads <= 2 ? 2 : quads <= 4 ? 4 : quads <= 8 ? 8 : quads <= 16 ? 16 : 32;  // lanes for all columns
@@ -145,7 +259,6 @@ struct Columns {
   }
 
   int lanes, groups, part, quad;  // lanes for the warp's columns; partial results side by side; this lane's place among them; its columns
-  float sums[4], max, total;
 
   __device__ __forceinline__ Columns(int share, int sharers) {
     const int lane = own_lane();
@@ -181,25 +294,7 @@ struct Columns {
         }
       }
     }
-    float top = max;
-#pragma unroll
-    for (int j = 0; j < BATCH; ++j) top = fmaxf(top, __uint_as_float(s[j].x));
-    const float base = top == minus_infinity() ? 0.0f : top;
-    scale(exp2_fast((max - base) * LOG2_E));
-    max = top;
-#pragma unroll
-    for (int j = 0; j < BATCH; ++j) {
-      if (j / CHUNK * CHUNK >= turns) continue;
-      const float factor = exp2_fast((__uint_as_float(s[j].x) - base) * LOG2_E);
-      total += __uint_as_float(s[j].y) * factor;
-      sums[0] += __uint_as_float(v[j].x) * factor, sums[1] += __uint_as_float(v[j].y) * factor;
-      sums[2] += __uint_as_float(v[j].z) * factor, sums[3] += __uint_as_float(v[j].w) * factor;
-    }
-  }
-  __device__ __forceinline__ void scale(float by) {
-#pragma unroll
-    for (float& sum : sums) sum *= by;
-    total *= by;
+    add(v, s);
   }
   // Adds up what lanes have of the same columns. Lanes without columns have read nothing.
   __device__ __forceinline__ void join() {
@@ -234,15 +329,12 @@ struct Columns {
 #pragma unroll 1
     for (int row = b.warp / sharers; row < rows; row += WARPS) {  // more than one of a warp that has all columns
       const int first = parts.begin[row], end = parts.begin[row + 1];
-      own.sums[0] = own.sums[1] = own.sums[2] = own.sums[3] = own.total = 0.0f, own.max = minus_infinity();
+      static_cast<Sums&>(own) = Sums{};
 #pragma unroll 1
       for (int begin = first; begin < end; begin += own.groups * BATCH) own.gather(b, of_head, begin, end);
       b.arrived();
       own.join();
-      const float inverse = 1.0f / own.total;
-      if (own.part == 0 && own.quad < quads)
-        store_8(out + int64_t(row) * (heads * head_dim) + own.quad * 4,
-                {pack_bf16(own.sums[0] * inverse, own.sums[1] * inverse), pack_bf16(own.sums[2] * inverse, own.sums[3] * inverse)});
+      if (own.part == 0 && own.quad < quads) store_8(out + int64_t(row) * (heads * head_dim) + own.quad * 4, own.result());
       if (FLAGGED && sharers == 1) {
         __syncwarp();  // all lanes have read the maxima and totals
         own.empty(of_head, first, end);
@@ -272,7 +364,8 @@ __device__ void run(const Context& c, const Instruction& i, Block& b) {
     if (SingleRows<V>::is_form_of(c, *b.step)) {
       wait_inputs(b);
 #pragma unroll 1
-      for (int head = i.tile_begin; head < i.tile_end; ++head) Columns<V>::run(b, partials, out + head * M::head_dim, head);
+      for (int head = i.tile_begin; head < i.tile_end; ++head)
+        b.step->rows == 1 ? OneRow<V>::run(b, partials, out + head * M::head_dim, head) : Columns<V>::run(b, partials, out + head * M::head_dim, head);
       clear();
       return;
     }

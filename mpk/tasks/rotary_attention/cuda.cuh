@@ -383,8 +383,10 @@ __device__ void run(const Context& c, const Instruction& i, Block& b) {
   bool waited = false;
   if constexpr (SingleRows<V>::POSSIBLE) {
     if (SingleRows<V>::is_form_of(c, *b.step)) {
+      const bool one = b.step->rows == 1;
 #pragma unroll 1
-      for (int tile = i.tile_begin; tile < i.tile_end; ++tile) SingleRowsTask<V>(c, i, b, tile).run(waited);
+      for (int tile = i.tile_begin; tile < i.tile_end; ++tile)
+        one ? SingleRowsTask<V, PartOfOne<V>>(c, i, b, tile).run(waited) : SingleRowsTask<V, PartOfSeveral<V>>(c, i, b, tile).run(waited);
       if (!waited) wait_inputs(b);
       return;
     }

@@ -5,7 +5,47 @@
 
 namespace mpk::rotary_attention {
 
+// The warp's part of a row: blocks first, first + stride, ... of the row's, of which number 0 is the newest one. No part: row < 0.
 template <class V>
+struct Part {
+  using S = Shape<V>;
+  int row = -1, position = 0, slot = 0, first = 0, stride = 1, blocks = 0;
+
+  __device__ __forceinline__ int last() const { return position / S::block; }  // the newest one's number in the sequence
+};
+
+// Of the only row of a step: what stands before the warp asks for its queries is on the way of every layer, so it is this little.
+template <class V>
+struct PartOfOne : Part<V> {
+  using S = Shape<V>;
+
+  __device__ __forceinline__ PartOfOne(const Block& b, int split) {
+    using R = SingleRows<V>;
+    const Segment& segment = b.step->segments[0];
+    this->slot = segment.slot, this->position = segment.position, this->blocks = R::blocks(this->position);
+    this->first = b.warp * S::splits + split, this->stride = R::parts_of_one(this->blocks);
+    if (this->first < this->stride) this->row = 0;
+  }
+};
+
+template <class V>
+struct PartOfSeveral : Part<V> {
+  using S = Shape<V>;
+
+  __device__ __forceinline__ PartOfSeveral(const Block& b, int split) {
+    const auto& of = SingleRows<V>::of(b);
+    const int f = b.warp * S::splits + split, rows = b.step->rows;
+    if (f >= of.begin[rows]) return;
+    const int row = of.row_of(f, rows), begin = of.begin[row], stride = of.begin[row + 1] - begin;
+    // Newest blocks, which take longer, are in different places of their rows, so that they are on different SMs.
+    int first = f - begin - (row < stride ? row : 0);
+    if (first < 0) first += stride;
+    this->row = row, this->stride = stride, this->first = first;
+    this->slot = b.step->segments[row].slot, this->position = b.step->segments[row].position, this->blocks = SingleRows<V>::blocks(this->position);
+  }
+};
+
+template <class V, class Own>
 class SingleRowsTask {
   using S = Shape<V>;
   using M = Memory<V>;
@@ -23,12 +63,12 @@ class SingleRowsTask {
     if (own.row < 0) return;
     int n = own.first;
     const bool newest = n == 0;  // the block of the row itself, which is brought and appended here
+    Asked asked{};
+    if constexpr (FLAGGED) ask(asked, newest);  // before anything else: words may be there already
+    int pages = pages_from(n);
     Warp<V> warp{};  // on every path: else registers hold what they held, all through the program
     Held<V> other{};
     warp.locate(), other.row = warp.row, other.pair = warp.pair;
-    int pages = pages_from(n);
-    Asked asked{};
-    if constexpr (FLAGGED) ask(asked, newest);  // before anything that needs a page's number: words may be there already
     bf16* keys = keys_of(n, __shfl_sync(ALL_LANES, pages, 0));
     warp.load_keys(keys, 0), warp.load_values(keys + P::VALUES, 0);
     if (n + own.stride < own.blocks) {
@@ -80,32 +120,12 @@ class SingleRowsTask {
     return n < own.blocks;
   }
 
-  // The warp's part of a row: blocks first, first + stride, ... of the row's, of which number 0 is the newest one.
-  struct Part {
-    int row, position, slot;     // no part: row < 0
-    int first, stride, blocks;
-
-    __device__ __forceinline__ Part(const Block& b, int split) : row(-1), position(0), slot(0), first(0), stride(1), blocks(0) {
-      const auto& of = SingleRows<V>::of(b);
-      const int f = b.warp * S::splits + split, rows = b.step->rows;
-      if (f >= of.begin[rows]) return;
-      row = of.row_of(f, rows);
-      const int begin = of.begin[row];
-      stride = of.begin[row + 1] - begin;
-      // Newest blocks, which take longer, are in different places of their rows, so that they are on different SMs.
-      first = f - begin - (row < stride ? row : 0);
-      if (first < 0) first += stride;
-      slot = b.step->segments[row].slot, position = b.step->segments[row].position, blocks = SingleRows<V>::blocks(position);
-    }
-    __device__ __forceinline__ int last() const { return position / S::block; }  // the newest one's number in the sequence
-  };
-
   const Context& c;
   const Instruction& i;
   Block& b;
   bf16* const rows;  // the warp's place in shared memory
   const int kv_head, split;
-  const Part own;
+  const Own own;
 
   // What the warp waits for: heads of the row, and what turns them.
   struct Asked {

@@ -83,6 +83,8 @@ struct SingleRows {
     if (own.step != uint32_t(b.step->number) || own.seen != window) own.plan(*b.step);
     return own;
   }
+  // Parts of the only row of a step, by the same rule.
+  __device__ __forceinline__ static int parts_of_one(int blocks) { return blocks <= room ? blocks : parts(blocks, parts(blocks, room)); }
   // Row of part `f`, if there is such a part.
   __device__ __forceinline__ int row_of(int f, int rows) const {
     const int lane = own_lane();
