@@ -48,7 +48,10 @@ constexpr int TEST_THREADS = mpk::BLOCK_THREADS;  // with the loaders, whose reg
 constexpr int TEST_THREADS = mpk::THREADS;
 #endif
 
-extern "C" __global__ void __launch_bounds__(TEST_THREADS, 1) run_kind(const TestLaunch t) {
+#ifndef TEST_LIMIT
+#define TEST_LIMIT __launch_bounds__(TEST_THREADS, 1)
+#endif
+extern "C" __global__ void TEST_LIMIT run_kind(const TestLaunch t) {
   extern __shared__ __align__(128) unsigned char scratch[];
   __shared__ mpk::StepView step;
   __shared__ uint4 notes[mpk::WARPS * mpk::NOTE_BYTES / 16];

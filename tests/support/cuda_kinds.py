@@ -66,6 +66,12 @@ def compiled(kind: str, constants: Mapping[str, Scalar]) -> nvrtc.Cubin:
     return _compiled(kind, tuple(constants.items()))
 
 
+def compiled_within(kind: str, constants: Mapping[str, Scalar], registers: int) -> nvrtc.Cubin:
+    """Machine code for threads that have so many registers."""
+    text = f"#define TEST_LIMIT __maxnreg__({registers})\n{source_of(kind, constants)}"
+    return nvrtc.compile_cubin(text, cuda_source.headers([kind]), ARCHITECTURE, cuda_source.OPTIONS)
+
+
 def require_nvrtc() -> None:
     """Skip the test where CUDA source cannot be compiled."""
     try:

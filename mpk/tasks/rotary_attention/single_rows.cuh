@@ -5,11 +5,11 @@
 
 namespace mpk::rotary_attention {
 
-// The warp's part of a row: blocks first, first + stride, ... of the row's, of which number 0 is the newest one. No part: row < 0.
+// The warp's part of a row: blocks first, first + stride, ... of the row's, of which number 0 is the newest one.
 template <class V>
 struct Part {
   using S = Shape<V>;
-  int row = -1, position = 0, slot = 0, first = 0, stride = 1, blocks = 0;
+  int position = 0, slot = 0, first = 0, stride = 1, blocks = 0;
 
   __device__ __forceinline__ int last() const { return position / S::block; }  // the newest one's number in the sequence
 };
@@ -18,31 +18,37 @@ struct Part {
 template <class V>
 struct PartOfOne : Part<V> {
   using S = Shape<V>;
+  static constexpr bool ALONE = true;
+  static constexpr int row = 0;
 
   __device__ __forceinline__ PartOfOne(const Block& b, int split) {
     using R = SingleRows<V>;
     const Segment& segment = b.step->segments[0];
     this->slot = segment.slot, this->position = segment.position, this->blocks = R::blocks(this->position);
     this->first = b.warp * S::splits + split, this->stride = R::parts_of_one(this->blocks);
-    if (this->first < this->stride) this->row = 0;
   }
+  __device__ __forceinline__ bool none() const { return this->first >= this->stride; }
 };
 
 template <class V>
 struct PartOfSeveral : Part<V> {
   using S = Shape<V>;
+  static constexpr bool ALONE = false;
+  int row = -1;  // no part
 
   __device__ __forceinline__ PartOfSeveral(const Block& b, int split) {
     const auto& of = SingleRows<V>::of(b);
     const int f = b.warp * S::splits + split, rows = b.step->rows;
     if (f >= of.begin[rows]) return;
-    const int row = of.row_of(f, rows), begin = of.begin[row], stride = of.begin[row + 1] - begin;
+    row = of.row_of(f, rows);
+    const int begin = of.begin[row], stride = of.begin[row + 1] - begin;
     // Newest blocks, which take longer, are in different places of their rows, so that they are on different SMs.
     int first = f - begin - (row < stride ? row : 0);
     if (first < 0) first += stride;
-    this->row = row, this->stride = stride, this->first = first;
+    this->stride = stride, this->first = first;
     this->slot = b.step->segments[row].slot, this->position = b.step->segments[row].position, this->blocks = SingleRows<V>::blocks(this->position);
   }
+  __device__ __forceinline__ bool none() const { return row < 0; }
 };
 
 template <class V, class Own>
@@ -60,21 +66,67 @@ class SingleRowsTask {
 
   __device__ __forceinline__ void run(bool& waited) {
     __syncwarp();  // the memory of the tile before
-    if (own.row < 0) return;
+    if (own.none()) return;
     int n = own.first;
     const bool newest = n == 0;  // the block of the row itself, which is brought and appended here
-    Asked asked{};
-    if constexpr (FLAGGED) ask(asked, newest);  // before anything else: words may be there already
-    int pages = pages_from(n);
     Warp<V> warp{};  // on every path: else registers hold what they held, all through the program
+    warp.locate();
+    if constexpr (Own::ALONE)
+      attend_alone(warp, n, newest, waited);
+    else
+      attend_several(warp, n, newest, waited);
+  }
+
+ private:
+  // What the warp waits for: heads of the row, and what turns them.
+  struct Asked {
+    Q heads[PASSES];
+    Turn<V> queries, keys;
+  };
+
+  // One row: warps have a block each unless the context is long.
+  __device__ __forceinline__ void attend_alone(Warp<V>& warp, int n, bool newest, bool& waited) const {
+    const int page = page_of(n);
+    Asked asked{};
+    if constexpr (FLAGGED) ask(asked, newest);  // before anything that needs the page's number: words may be there already
+    bf16* keys = keys_of(n, page);
+    warp.load_keys(keys, 0), warp.load_values(keys + P::VALUES, 0);
+    bring_inputs(warp, asked, newest, waited);
+    const bf16* next = keys;
+    asm volatile("" : "+r"(n));  // or compilers make a copy of the loop for the newest block
+#pragma unroll 1
+    for (;;) {
+      const bool more = n + own.stride < own.blocks;
+      if (more) next = keys_of(n + own.stride, page_of(n + own.stride));
+      attend(warp, warp, n, more, next);
+      if (!more) break;
+      n += own.stride;
+    }
+    leave(warp, keys, newest);
+  }
+
+  // Several rows: there are two blocks at a time, so that one may be on its way while the other is used, and the pages of 32 in the lanes.
+  __device__ __forceinline__ void attend_several(Warp<V>& warp, int n, bool newest, bool& waited) const {
     Held<V> other{};
-    warp.locate(), other.row = warp.row, other.pair = warp.pair;
+    other.row = warp.row, other.pair = warp.pair;
+    Asked asked{};
+    if constexpr (FLAGGED) ask(asked, newest);
+    int pages = pages_from(n);
     bf16* keys = keys_of(n, __shfl_sync(ALL_LANES, pages, 0));
     warp.load_keys(keys, 0), warp.load_values(keys + P::VALUES, 0);
     if (n + own.stride < own.blocks) {
       const bf16* second = keys_of(n + own.stride, __shfl_sync(ALL_LANES, pages, 1));
       other.load_keys(second, 0), other.load_values(second + P::VALUES, 0);
     }
+    bring_inputs(warp, asked, newest, waited);
+    asm volatile("" : "+r"(n));
+#pragma unroll 1
+    for (int k = 0; attend_next(warp, warp, n, k, pages) && attend_next(warp, other, n, k, pages);) continue;
+    leave(warp, keys, newest);
+  }
+
+  // Has the queries in shared memory, and what the step itself adds to the first block in its place.
+  __device__ __forceinline__ void bring_inputs(Warp<V>& warp, Asked& asked, bool newest, bool& waited) const {
     pad_queries();
     if (!waited) wait_inputs(b), waited = true;
     if constexpr (!FLAGGED) ask(asked, newest);
@@ -85,9 +137,9 @@ class SingleRowsTask {
       warp.cut_values(at), warp.insert_value(rows + VALUE_ROW * S::row_stride, at);
     }
     warp.clear();
-    asm volatile("" : "+r"(n));  // or compilers make a copy of the loop for the newest block
-#pragma unroll 1
-    for (int k = 0; attend(warp, warp, n, k, pages) && attend(warp, other, n, k, pages);) continue;
+  }
+
+  __device__ __forceinline__ void leave(Warp<V>& warp, bf16* keys, bool newest) const {
     warp.finish();
     float* partial = flagged<float>(c, i, 2, b) + partial_offset(b.warp, S::heads, kv_head, S::splits, split, S::group, warp.pair * 2, S::head_dim);
 #pragma unroll
@@ -96,14 +148,10 @@ class SingleRowsTask {
     if (newest) append(keys);
   }
 
- private:
-  // Number `k` of the warp's blocks, which is the row's number `n` and is held in `held`; then asks for the one after the next: there are two
-  // at a time, so that one may be on its way while the other is used. False: there is no next one.
-  __device__ __forceinline__ bool attend(Warp<V>& warp, Held<V>& held, int& n, int& k, int& pages) const {
-    const int position = (own.last() - n) * S::block, later = n + 2 * own.stride;
-    const bool more = later < own.blocks, whole = n != 0 && (S::window == 0 || position > own.position - S::window);
-    if ((k += 1) % 32 == 31) pages = pages_from(later);
-    const bf16* next = keys_of(more ? later : n, __shfl_sync(ALL_LANES, pages, (k + 1) % 32));
+  // The row's block `n`, which is in `held`; with `more`, the one that stands at `next` is asked for in its place as soon as there is room.
+  __device__ __forceinline__ void attend(Warp<V>& warp, Held<V>& held, int n, bool more, const bf16* next) const {
+    const int position = (own.last() - n) * S::block;
+    const bool whole = n != 0 && (S::window == 0 || position > own.position - S::window);
     float scores[2 * S::fragments][4] = {};
     warp.score(held, scores, shared_address(rows), 0);
     if (more) held.load_keys(next, 0);
@@ -116,6 +164,13 @@ class SingleRowsTask {
     warp.soften(scores, weights, float(V::scale) * LOG2_E);
     warp.accumulate(held, weights, 0);
     if (more) held.load_values(next + P::VALUES, 0);
+  }
+  // The same of number `k` of the warp's blocks; the one after the next takes its place. False: there is no next one.
+  __device__ __forceinline__ bool attend_next(Warp<V>& warp, Held<V>& held, int& n, int& k, int& pages) const {
+    const int later = n + 2 * own.stride;
+    const bool more = later < own.blocks;
+    if ((k += 1) % 32 == 31) pages = pages_from(later);
+    attend(warp, held, n, more, keys_of(more ? later : n, __shfl_sync(ALL_LANES, pages, (k + 1) % 32)));
     n += own.stride;
     return n < own.blocks;
   }
@@ -126,12 +181,6 @@ class SingleRowsTask {
   bf16* const rows;  // the warp's place in shared memory
   const int kv_head, split;
   const Own own;
-
-  // What the warp waits for: heads of the row, and what turns them.
-  struct Asked {
-    Q heads[PASSES];
-    Turn<V> queries, keys;
-  };
 
   // Page of the row's block `n`. Page numbers do not change during a step, and the SM has acquired it: they may come from the L1.
   __device__ __forceinline__ int page_of(int n) const { return c.page_table[int64_t(own.slot) * c.max_pages + (own.last() - n) / P::BLOCKS]; }
