@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,15 @@ from mpk.errors import RequestError
 from tests.support.command import refused, run_json
 
 
-@pytest.fixture
+@contextmanager
 def small_files() -> Iterator[None]:
-    """No file of this process may grow beyond 4 KB, as on a disk that is full."""
+    """No file of this process may grow beyond 4 KB, as on a disk that is full. (Not a fixture: the report of the tests is a file as well.)"""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize(("command", "one", "other"), [
@@ -37,16 +40,18 @@ def test_outputs_may_be_thrown_away_together() -> None:
     assert found["latency_us"] > 0
 
 
-def test_a_file_that_cannot_be_written_whole_is_removed(tmp_path: Path, small_files: None) -> None:
+def test_a_file_that_cannot_be_written_whole_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    line = refused("simulate", "SmolLM2-135M", "--target", "cpp", "--workers", "2", "--html", str(path))
+    with small_files():
+        line = refused("simulate", "SmolLM2-135M", "--target", "cpp", "--workers", "2", "--html", str(path))
     assert f"--html {path} cannot be written" in line and "there is room" in line
     assert not path.exists()
 
 
-def test_a_graph_that_cannot_be_kept_is_simulated_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_files: None) -> None:
+def test_a_graph_that_cannot_be_kept_is_simulated_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPK_CACHE", str(tmp_path))
-    found = run_json("inspect", "SmolLM2-135M", "--target", "h200", "--workers", "7", "--json")
+    with small_files():
+        found = run_json("inspect", "SmolLM2-135M", "--target", "h200", "--workers", "7", "--json")
     assert found["workers"] == 7
     assert not [p for p in tmp_path.rglob("*") if p.is_file() and p.suffix == ".npz"]
 
