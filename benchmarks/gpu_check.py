@@ -27,11 +27,12 @@ from typing import Any
 from mpk.runtime import cuda_device
 from tests.support.models import TINY_MODELS
 from tests.support.smollm2 import MODEL
+from tests.test_cuda_shapes import SHAPES, config_of
 
 PYTHON = sys.executable
 MEASURED = ("Llama-3.1-8B", "Llama-3.2-1B", "Qwen3-0.6B", "Qwen3-8B", "Qwen3-1.7B")
 BESIDE_TORCH = MEASURED[:4]
-TINY, ODD = tuple(TINY_MODELS), ("smollm2-9-of-3-heads", "qwen2-14-of-2-heads", "wide-16-of-2-heads", "qwen3-32b", "head-size-256", "one-key-value-head")
+TINY, ODD = tuple(TINY_MODELS), tuple(SHAPES)
 SHARED, CHECKED = "ranks-", "checked-"
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 
@@ -108,8 +109,6 @@ def lowered(name: str, ranks: int, batch: int) -> Any:
 
         return compiler.lower_model(rounded_model(name))
     if name in ODD:
-        from tests.test_cuda_shapes import config_of
-
         with tempfile.TemporaryDirectory() as folder:
             config_of(name).save_pretrained(folder)
             return compiler.lower_model(frontend.load(folder, shapes=True))

@@ -173,6 +173,14 @@ def test_attention_rotates_appends_and_attends_as_its_reference(case: Case) -> N
         assert np.array_equal(pages, run.cache.pages), f"{label}: cache changed outside its region"
 
 
+def test_a_warp_with_more_blocks_than_lanes_looks_their_pages_up_again() -> None:
+    case = next(c for c in ATTENTION if c.op.attrs["splits"] == 3 and c.op.attrs["head_dim"] == 24)
+    run = Attention(case, ((0, 25400, 1), (1, 9, 1)))  # 794 blocks of 32 positions for 23 warps
+    out, _ = run.execute(2, MAX_ROWS, emulated=True)
+    expected, actual = run.reference(), run.merged(out)
+    assert np.linalg.norm(actual - expected) / np.linalg.norm(expected) < 8e-3
+
+
 @pytest.mark.parametrize("case", [c for c in ATTENTION if c.op.attrs["splits"] in (3, 33)], ids=lambda c: c.label)
 def test_attention_takes_inputs_that_come_late_and_in_any_order(case: Case) -> None:
     for segments in (case.steps[3], case.steps[5], *DECODING[:2], DECODING[-1]):

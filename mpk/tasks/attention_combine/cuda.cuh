@@ -244,7 +244,7 @@ struct OneRow : Sums {
   }
 };
 
-// A step of several single rows: of each a head is merged by 1, 2, 4 or 8 warps of the block, each of which has some of its columns and, along the
+// A step of several single rows: of each a head is merged by 1, 2 or 4 warps of the block, each of which has some of its columns and, along the
 // partial results, lanes beside each other. So warps have about the same to load, whatever the number of rows.
 template <class V>
 struct Columns : Sums {
@@ -323,7 +323,7 @@ struct Columns : Sums {
   // One head, by all threads of the block; `out`: of its first row.
   static __device__ __forceinline__ void run(Block& b, float* partials, bf16* out, int head) {
     const auto& parts = R::of(b);
-    const int rows = b.step->rows, sharers = rows <= 1 ? 8 : rows <= 2 ? 4 : rows <= 4 ? 2 : 1;
+    const int rows = b.step->rows, sharers = rows <= 2 ? 4 : rows <= 4 ? 2 : 1;
     float* of_head = partials + partial_offset(0, heads, head / group, splits, 0, group, head % group, head_dim);
     Columns own(b.warp % sharers, sharers);
 #pragma unroll 1

@@ -50,11 +50,8 @@ struct Tile<V, Input, 16> {
     } else {
       to += (b.lane & 3) * 2 * ROW_STRIDE;
 #pragma unroll
-      for (int j = 0; j < kBlocks; ++j, to += 8 * ROW_STRIDE) {
-        const bool joined = kBlocks == 1;
-        to[0] = a[j][0] + (joined ? a[1][0] : 0.0f), to[ROW_STRIDE] = a[j][1] + (joined ? a[1][1] : 0.0f);
-        to[8] = a[j][2] + (joined ? a[1][2] : 0.0f), to[ROW_STRIDE + 8] = a[j][3] + (joined ? a[1][3] : 0.0f);
-      }
+      for (int j = 0; j < kBlocks; ++j, to += 8 * ROW_STRIDE)
+        to[0] = a[j][0], to[ROW_STRIDE] = a[j][1], to[8] = a[j][2], to[ROW_STRIDE + 8] = a[j][3];
     }
   }
 };
