@@ -23,7 +23,7 @@ from mpk.tasks.packing import from_bf16, round_to, to_bf16
 from mpk.tasks.rope_table.cases import CASES as ROPE
 from mpk.tasks.rotary_attention.cases import CASES as ATTENTION
 from mpk.tasks.rotary_attention.cases import DECODING
-from mpk.tasks.rotary_attention.sharing import LEAST_BLOCKS, STATISTICS, has_single_rows_form, kv_block, shares, single_rows
+from mpk.tasks.rotary_attention.sharing import LEAST_BLOCKS, STATISTICS, has_one_row_form, kv_block, one_row, shares
 from mpk.tasks.sample import reference as sampling
 from mpk.tasks.sample.cases import OPTIONS
 from mpk.tasks.sample.options import TokenOptions
@@ -67,8 +67,8 @@ MAX_ROWS = 16  # of a step on this target
 def partial_places(segments: Segments, group: int, window: int, head_dim: int, splits: int, max_rows: int) -> list[list[tuple[int, int]]]:
     """(row of the buffer, split) of the partial results of each row of a step."""
     block, lines = kv_block(head_dim), [(position, rows) for _, position, rows in segments]
-    if has_single_rows_form(lines, group, head_dim, splits, max_rows):
-        return single_rows([position for position, _ in lines], window, block, splits)
+    if len(lines) == lines[0][1] == 1 and has_one_row_form(group, head_dim, splits, max_rows):
+        return [one_row(lines[0][0], window, block, splits)]
     work = np.repeat([[begin < end for begin, end in parts] for parts in shares(lines, group, window, block, splits)], [rows for _, rows in lines], axis=0)
     return [[(row, int(split)) for split in np.flatnonzero(of_row)] for row, of_row in enumerate(work)]
 
@@ -175,7 +175,7 @@ def test_attention_rotates_appends_and_attends_as_its_reference(case: Case) -> N
 
 def test_a_warp_with_more_blocks_than_lanes_looks_their_pages_up_again() -> None:
     case = next(c for c in ATTENTION if c.op.attrs["splits"] == 3 and c.op.attrs["head_dim"] == 24)
-    run = Attention(case, ((0, 25400, 1), (1, 9, 1)))  # 794 blocks of 32 positions for 23 warps
+    run = Attention(case, ((0, 25400, 1), (1, 9, 1)))  # 795 blocks of 32 positions on 3 splits
     out, _ = run.execute(2, MAX_ROWS, emulated=True)
     expected, actual = run.reference(), run.merged(out)
     assert np.linalg.norm(actual - expected) / np.linalg.norm(expected) < 8e-3

@@ -17,6 +17,7 @@ from mpk.codegen.cuda_weights import WeightLoader
 from mpk.frontend.source import LoadedModel
 from mpk.models import registry, shapes
 from mpk.models.config import DecoderConfig, RopeScaling
+from mpk.passes import cut_tiles
 from mpk.passes.partition import short_name
 from mpk.runtime import cuda_device
 from mpk.tasks.base import kind_of
@@ -133,6 +134,7 @@ def fragments_of(memory: np.ndarray, plan: Any, offset: int, columns: int) -> np
     (16 * 72 * 2, CONFIG, 5, set()), (5000, CONFIG, 5, set()), (1 << 20, CONFIG, 5, set()), (20000, HALVED, 7, {"qkv", "gate_up"}), (1 << 20, HALVED, 7, {"qkv", "gate_up"})])
 def test_every_matrix_arrives_whatever_the_size_of_a_buffer(block: int, config: DecoderConfig, workers: int, halved: set[str],
                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cut_tiles, "WORTH_US", 0.0)  # small matrices
     source = shapes.RandomWeights(config, registry.build_graph(config))
     graph = Compiler("h200", workers=workers).lower_model(LoadedModel(config, source, None, "test"))
     assert {short_name(op) for op in graph.tensor_graph.operators if kind_of(op).halves and stages_of(op).rows == 8} == halved

@@ -39,23 +39,44 @@ class CudaTables:
     planner: int
 
 
+@dataclass(frozen=True)
+class Body:
+    """An instance of a kind's device code, compiled for the variant `struct`; `shared`: it serves the variants of all `opcodes`, whose constants are arguments."""
+
+    kind: str
+    struct: str
+    opcodes: tuple[int, ...]
+    shared: bool
+
+
 class CudaProgramBuilder(ProgramBuilder):
     """Source, tables and stage plans of one graph for the CUDA back end."""
 
     def __init__(self, graph: SMTaskGraph) -> None:
         super().__init__(graph)
+        self.bodies = self._bodies()
         by_op: dict[int, list[Task]] = {}
         for task in graph.tasks:
             by_op.setdefault(task.op, []).append(task)
         operators = graph.tensor_graph.operators
         self.plans: dict[int, StagePlan] = {i: plan_stages(graph, op, by_op[i]) for i, op in enumerate(operators) if kind_of(op).cuda_form == "stages"}
 
+    def _bodies(self) -> list[Body]:
+        """Instances of device code, in the order of their first opcodes."""
+        tensors = self.graph.tensor_graph
+        found: dict[tuple[object, ...], dict[int, None]] = {}
+        for op, opcode in zip(tensors.operators, self.opcodes, strict=True):
+            body = kind_of(op).body(op, tensors)
+            found.setdefault((op.kind, body is not None, body if body is not None else opcode), {})[opcode] = None
+        return [Body(str(kind), self.variants[min(opcodes)].struct, tuple(sorted(opcodes)), bool(shared)) for (kind, shared, _), opcodes in found.items()]
+
     def text(self, stages: int, prompt: ProgramBuilder | None = None) -> str:
         """The program's CUDA source, for a ring of so many stages; `prompt`: of the graph that reads prompts."""
         prompts = prompt.variants if prompt is not None else []
         environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
         template = environment.from_string((cuda_source.TARGETS / "cuda" / "program.cu.j2").read_text())
-        return template.render(kinds=sorted({v.kind for v in (*self.variants, *prompts)}), variants=self.variants, prompt_variants=prompts, stages=stages,
+        return template.render(kinds=sorted({v.kind for v in (*self.variants, *prompts)}), variants=self.variants, bodies=self.bodies,
+                               shared=sorted({b.kind for b in self.bodies if b.shared}), prompt_variants=prompts, stages=stages,
                                flagged=int(self.graph.flagged_bytes > 0), checked=int(settings.checked()))
 
     def cuda_tables(self) -> CudaTables:
@@ -95,7 +116,7 @@ class CudaProgramBuilder(ProgramBuilder):
                 if op not in self.plans:
                     continue
                 plan, base = self.plans[op], bases[op]
-                rows += [(base + r.offset, r.stride, r.count, plan.shape.bytes, place, 0) for r in plan.runs[t]]
+                rows += [(base + r.offset, r.stride, r.count, plan.shape.bytes, place) for r in plan.runs[t]]
             begin.append(len(rows))
         return np.array(rows, layout.dtype("LoadRun")), np.array(begin, np.int32)
 

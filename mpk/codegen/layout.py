@@ -143,6 +143,8 @@ STRUCTS: dict[str, list[Field]] = {
         ("stages", "int32_t", 1),
         ("flight_bytes", "int32_t", 1),
         ("flight_idle_bytes", "int32_t", 1),
+        ("prefetch_bytes", "int32_t", 1),  # weights behind a full ring that are brought to the L2, a block; 0: none
+        ("prefetch_ns", "int32_t", 1),  # least time from one stage of them to the next
         ("peers", "uint64_t", MAX_RANKS),  # addresses of the peer memory of every rank
         ("pipelining", "int32_t", 1),  # 0: weights are fetched only once their instruction's events have come
         # Of the graph that reads prompts; zeros where the program has none.
@@ -161,11 +163,10 @@ STRUCTS: dict[str, list[Field]] = {
     # Stages of packed weights that one instruction uses one after the other: `count` times `bytes`, `stride` apart.
     "LoadRun": [
         ("offset", "int64_t", 1),
-        ("stride", "int64_t", 1),
+        ("stride", "int32_t", 1),
         ("count", "int32_t", 1),
         ("bytes", "int32_t", 1),
         ("instruction", "int32_t", 1),  # place in the block's stream
-        ("reserved", "int32_t", 1),
     ],
     # Argument of the kernel that packs tiles. Addresses are of device memory.
     "Pack": [

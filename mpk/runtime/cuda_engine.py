@@ -215,7 +215,7 @@ class CudaExecutor:
         values = {"records": constants["records"], "loads": constants["loads"], "load_begin": constants["load_begin"], "events": self.events.address,
                   "stop": self.stop.address, "messages": self.messages.address, "mirror": self.mirror.address if watched and self.mirror is not None else 0,
                   "planner": program.tables.planner, "stages": plan.stages, "flight_bytes": plan.flight_bytes,
-                  "flight_idle_bytes": plan.flight_idle_bytes, "pipelining": int(self.engine.pipelining)}
+                  "flight_idle_bytes": plan.flight_idle_bytes, "prefetch_bytes": plan.prefetch_bytes, "prefetch_ns": plan.prefetch_ns, "pipelining": int(self.engine.pipelining)}
         for name, value in (values | self._prompt_arguments(constants)).items():
             out["kernel"][name] = value
         return out

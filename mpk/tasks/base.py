@@ -117,6 +117,11 @@ class TaskKind(ABC):
     def variant(self, op: Operator, graph: TensorGraph, dtype: str) -> Mapping[str, Scalar]:
         """Compile-time constants of the device code; operators with equal constants share one instance."""
 
+    def body(self, op: Operator, graph: TensorGraph) -> tuple[Scalar, ...] | None:
+        """CUDA back end: what an instance of the device code is compiled for, where it has the rest of a variant's constants as arguments (`product_of`
+        of the kind); operators with equal ones share an instance, variants or not. None: every variant has its own."""
+        return None
+
     def arguments(self, op: Operator) -> tuple[int, int]:
         """Numbers that differ among operators of one variant, for the instruction's `iargs`."""
         return 0, 0

@@ -54,7 +54,6 @@ constexpr int TEST_THREADS = mpk::THREADS;
 extern "C" __global__ void TEST_LIMIT run_kind(const TestLaunch t) {
   extern __shared__ __align__(128) unsigned char scratch[];
   __shared__ mpk::StepView step;
-  __shared__ uint4 notes[mpk::WARPS * mpk::NOTE_BYTES / 16];
   const int thread = int(threadIdx.x);
   mpk::Block b{};
 #ifdef MPK_PROMPT_KIND
@@ -66,11 +65,10 @@ extern "C" __global__ void TEST_LIMIT run_kind(const TestLaunch t) {
   if (thread >= mpk::THREADS) return mpk::serve_tiles(b.tiles, thread);
   mpk::take_registers();
 #endif
-  b.sm = int(blockIdx.x), b.sms = int(gridDim.x), b.thread = thread, b.warp = thread / 32, b.lane = thread % 32, b.scratch = scratch, b.notes = notes, b.step = &step;
+  b.sm = int(blockIdx.x), b.sms = int(gridDim.x), b.thread = thread, b.warp = thread / 32, b.lane = thread % 32, b.scratch = scratch, b.step = &step;
   __shared__ mpk::Context c;
   __shared__ mpk::Instruction i;
   if (thread == 0) c = context_of(t), read_step(c, step), step.previous_rows = t.previous_rows, step.drawn_rows = t.drawn_rows, step.special_rows = t.special_rows;
-  if (thread < int(sizeof notes / sizeof notes[0])) notes[thread] = uint4{};
   for (int r = 0; r < t.repeats; ++r) {
     if (thread == 0) {
       i = at<mpk::Instruction>(t.instructions)[blockIdx.x];

@@ -130,43 +130,10 @@ struct Merge {
   }
 };
 
-// What has been added up of a lane's four columns.
-struct Sums {
-  float sums[4] = {}, max = minus_infinity(), total = 0.0f;
-
-  __device__ __forceinline__ void scale(float by) {
-#pragma unroll
-    for (float& sum : sums) sum *= by;
-    total *= by;
-  }
-  // Adds partial results: columns, and (maximum, total) of each; what was not there has a maximum of minus infinity.
-  template <int N>
-  __device__ __forceinline__ void add(const uint4 (&v)[N], const uint2 (&s)[N]) {
-    float top = max;
-#pragma unroll
-    for (int j = 0; j < N; ++j) top = fmaxf(top, __uint_as_float(s[j].x));
-    const float base = top == minus_infinity() ? 0.0f : top;
-    scale(exp2_fast((max - base) * LOG2_E));
-    max = top;
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      const float factor = exp2_fast((__uint_as_float(s[j].x) - base) * LOG2_E);
-      total += __uint_as_float(s[j].y) * factor;
-      sums[0] += __uint_as_float(v[j].x) * factor, sums[1] += __uint_as_float(v[j].y) * factor;
-      sums[2] += __uint_as_float(v[j].z) * factor, sums[3] += __uint_as_float(v[j].w) * factor;
-    }
-  }
-  __device__ __forceinline__ uint2 result() const {
-    const float inverse = 1.0f / total;
-    return {pack_bf16(sums[0] * inverse, sums[1] * inverse), pack_bf16(sums[2] * inverse, sums[3] * inverse)};
-  }
-};
-
 // A step of one row: all warps of the block share a head, each has some of its columns, and lanes beside each other along the partial
 // results, of which there may be many.
 template <class V>
-struct OneRow : Sums {
-  using R = SingleRows<V>;
+struct Columns {
   static constexpr int heads = int(V::heads), head_dim = int(V::head_dim), splits = int(V::splits), group = heads / int(V::kv_heads), quads = head_dim / 4;
   static constexpr int each = (quads + WARPS - 1) / WARPS;  // quads of a warp at least
   static constexpr int LANES = each <= 1 ? 1 : each <= 2 ? 2 : each <= 4 ? 4 : 8, GROUPS = 32 / LANES;  // GROUPS: partial results side by side
@@ -180,6 +147,8 @@ struct OneRow : Sums {
   static __device__ __forceinline__ float* at(float* of_head, int first, int j) {
     return REGULAR ? of_head + place(first) + place(j * GROUPS) : of_head + place(first + j * GROUPS);
   }
+
+  float sums[4] = {}, max = minus_infinity(), total = 0.0f;
 
   // Adds the results first, first + GROUPS, ... of this lane, BATCH of them, that are below `count`.
   __device__ __forceinline__ void gather(Block& b, float* of_head, int first, int count, int quad) {
@@ -206,7 +175,24 @@ struct OneRow : Sums {
         for (int j = 0; j < BATCH; ++j) load(j, !complete(v[j]), !complete(s[j]));
       }
     }
-    add(v, s);
+    float top = max;
+#pragma unroll
+    for (int j = 0; j < BATCH; ++j) top = fmaxf(top, __uint_as_float(s[j].x));
+    const float base = top == minus_infinity() ? 0.0f : top;
+    scale(exp2_fast((max - base) * LOG2_E));
+    max = top;
+#pragma unroll
+    for (int j = 0; j < BATCH; ++j) {
+      const float factor = exp2_fast((__uint_as_float(s[j].x) - base) * LOG2_E);
+      total += __uint_as_float(s[j].y) * factor;
+      sums[0] += __uint_as_float(v[j].x) * factor, sums[1] += __uint_as_float(v[j].y) * factor;
+      sums[2] += __uint_as_float(v[j].z) * factor, sums[3] += __uint_as_float(v[j].w) * factor;
+    }
+  }
+  __device__ __forceinline__ void scale(float by) {
+#pragma unroll
+    for (float& sum : sums) sum *= by;
+    total *= by;
   }
   // Adds up what lanes have of the same columns. Lanes without columns have read nothing.
   __device__ __forceinline__ void join() {
@@ -224,14 +210,16 @@ struct OneRow : Sums {
 
   // One head, by all threads of the block.
   static __device__ __forceinline__ void run(Block& b, float* partials, bf16* out, int head) {
-    const int count = R::parts_of_one(R::blocks(b.step->segments[0].position)), lane = own_lane(), quad = b.warp * LANES + lane % LANES;
+    const int count = OneRow<V>(*b.step).count(), lane = own_lane(), quad = b.warp * LANES + lane % LANES;
     float* of_head = partials + partial_offset(0, heads, head / group, splits, 0, group, head % group, head_dim);
-    OneRow own;
+    Columns own;
 #pragma unroll 1
     for (int begin = 0; begin < count; begin += GROUPS * BATCH) own.gather(b, of_head, begin + lane / LANES, count, quad);
     b.arrived();
     own.join();
-    if (lane < LANES && quad < quads) store_8(out + quad * 4, own.result());
+    const float inverse = 1.0f / own.total;
+    if (lane < LANES && quad < quads)
+      store_8(out + quad * 4, {pack_bf16(own.sums[0] * inverse, own.sums[1] * inverse), pack_bf16(own.sums[2] * inverse, own.sums[3] * inverse)});
     if constexpr (FLAGGED) {
       b.sync();  // all warps have read the maxima and totals
       if (quad >= quads) return;
@@ -240,110 +228,6 @@ struct OneRow : Sums {
         clear_16(of_head + place(f) + quad * 4);
         if (quad == 0) clear_8(of_head + place(f) + head_dim);
       }
-    }
-  }
-};
-
-// A step of several single rows: of each a head is merged by 1, 2 or 4 warps of the block, each of which has some of its columns and, along the
-// partial results, lanes beside each other. So warps have about the same to load, whatever the number of rows.
-template <class V>
-struct Columns : Sums {
-  using R = SingleRows<V>;
-  static constexpr int heads = int(V::heads), head_dim = int(V::head_dim), splits = int(V::splits), group = heads / int(V::kv_heads), quads = head_dim / 4;
-  static constexpr int ALL = quads <= 1 ? 1 : quads <= 2 ? 2 : quads <= 4 ? 4 : quads <= 8 ? 8 : quads <= 16 ? 16 : 32;  // lanes for all columns
-  static constexpr int BATCH = 16, CHUNK = 4;  // partial results of a lane on their way at a time, and how many are left out at a time
-
-  // Place of part `f` of a head.
-  static __device__ __forceinline__ int place(int f) {
-    return (int(unsigned(f) / unsigned(splits)) * (heads * splits) + int(unsigned(f) % unsigned(splits)) * group) * partial_columns(head_dim);
-  }
-
-  int lanes, groups, part, quad;  // lanes for the warp's columns; partial results side by side; this lane's place among them; its columns
-
-  __device__ __forceinline__ Columns(int share, int sharers) {
-    const int lane = own_lane();
-    lanes = ALL > sharers ? ALL / sharers : 1, groups = 32 / lanes, part = lane / lanes, quad = share * lanes + lane % lanes;
-  }
-
-  // Adds parts begin, begin + 1, ... of a row, BATCH a lane, that are before `end`.
-  __device__ __forceinline__ void gather(Block& b, const float* of_head, int begin, int end) {
-    uint4 v[BATCH];
-    uint2 s[BATCH];
-    int at[BATCH];
-    const int turns = (end - begin + groups - 1) / groups;  // of the lane that has most
-    const int own = quad < quads ? (end - begin - part + groups - 1) / groups : 0;
-#pragma unroll
-    for (int j = 0; j < BATCH; ++j) {
-      v[j] = uint4{}, s[j] = uint2{__float_as_uint(minus_infinity()), 0}, at[j] = 0;
-      if (j / CHUNK * CHUNK >= turns) continue;
-      at[j] = place(begin + part + j * groups);
-      load_16_if(j < own, of_head + at[j] + quad * 4, v[j]), load_8_if(j < own, of_head + at[j] + head_dim, s[j]);
-    }
-    if constexpr (FLAGGED) {
-#pragma unroll 1
-      for (uint32_t polls = 0;;) {  // all that is missing is asked for together
-        bool whole = true;
-#pragma unroll
-        for (int j = 0; j < BATCH; ++j) whole = whole && complete(s[j]) && complete(v[j]);
-        if (!__any_sync(ALL_LANES, !whole)) break;
-        if (__any_sync(ALL_LANES, !b.may_poll(polls))) break;
-#pragma unroll
-        for (int j = 0; j < BATCH; ++j) {
-          if (j / CHUNK * CHUNK >= turns) continue;
-          load_16_if(!complete(v[j]), of_head + at[j] + quad * 4, v[j]), load_8_if(!complete(s[j]), of_head + at[j] + head_dim, s[j]);
-        }
-      }
-    }
-    add(v, s);
-  }
-  // Adds up what lanes have of the same columns. Lanes without columns have read nothing.
-  __device__ __forceinline__ void join() {
-    float top = max;
-#pragma unroll 1
-    for (int step = lanes; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, step));
-    scale(max == minus_infinity() ? 0.0f : exp2_fast((max - top) * LOG2_E));
-#pragma unroll 1
-    for (int step = lanes; step < 32; step *= 2) {
-      total += __shfl_xor_sync(ALL_LANES, total, step);
-#pragma unroll
-      for (float& sum : sums) sum += __shfl_xor_sync(ALL_LANES, sum, step);
-    }
-  }
-  // Sets to EMPTY what warps have read of parts [begin, end).
-  __device__ __forceinline__ void empty(float* of_head, int begin, int end) const {
-    if (quad >= quads) return;
-#pragma unroll 1
-    for (int f = begin + part; f < end; f += groups) {
-      float* at = of_head + place(f);
-      clear_16(at + quad * 4);
-      if (quad == 0) clear_8(at + head_dim);
-    }
-  }
-
-  // One head, by all threads of the block; `out`: of its first row.
-  static __device__ __forceinline__ void run(Block& b, float* partials, bf16* out, int head) {
-    const auto& parts = R::of(b);
-    const int rows = b.step->rows, sharers = rows <= 2 ? 4 : rows <= 4 ? 2 : 1;
-    float* of_head = partials + partial_offset(0, heads, head / group, splits, 0, group, head % group, head_dim);
-    Columns own(b.warp % sharers, sharers);
-#pragma unroll 1
-    for (int row = b.warp / sharers; row < rows; row += WARPS) {  // more than one of a warp that has all columns
-      const int first = parts.begin[row], end = parts.begin[row + 1];
-      static_cast<Sums&>(own) = Sums{};
-#pragma unroll 1
-      for (int begin = first; begin < end; begin += own.groups * BATCH) own.gather(b, of_head, begin, end);
-      b.arrived();
-      own.join();
-      if (own.part == 0 && own.quad < quads) store_8(out + int64_t(row) * (heads * head_dim) + own.quad * 4, own.result());
-      if (FLAGGED && sharers == 1) {
-        __syncwarp();  // all lanes have read the maxima and totals
-        own.empty(of_head, first, end);
-      }
-    }
-    if (FLAGGED && sharers > 1) {
-      b.sync();  // all warps have
-      const int row = b.warp / sharers;
-      if (row < rows) own.empty(of_head, parts.begin[row], parts.begin[row + 1]);
     }
   }
 };
@@ -360,12 +244,11 @@ __device__ void run(const Context& c, const Instruction& i, Block& b) {
     for (int n = b.thread; n < rows_to_clear(b) * tiles * pieces; n += THREADS)
       clear_16(other + (int64_t(n / (tiles * pieces)) * M::heads + i.tile_begin) * M::head_dim + n % (tiles * pieces) * 8);
   };
-  if constexpr (SingleRows<V>::POSSIBLE) {
-    if (SingleRows<V>::is_form_of(c, *b.step)) {
+  if constexpr (OneRow<V>::POSSIBLE) {
+    if (OneRow<V>::is_form_of(c, *b.step)) {
       wait_inputs(b);
 #pragma unroll 1
-      for (int head = i.tile_begin; head < i.tile_end; ++head)
-        b.step->rows == 1 ? OneRow<V>::run(b, partials, out + head * M::head_dim, head) : Columns<V>::run(b, partials, out + head * M::head_dim, head);
+      for (int head = i.tile_begin; head < i.tile_end; ++head) Columns<V>::run(b, partials, out + head * M::head_dim, head);
       clear();
       return;
     }

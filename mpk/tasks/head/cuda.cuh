@@ -31,7 +31,7 @@ struct Sink {
 template <class V>
 __device__ __forceinline__ void run(const Context& c, const Instruction& in, Block& b) {
   static_assert(sizeof(Memory) <= SCRATCH_BYTES, "scratch");
-  linear::run<V>(c, in, b, Sink<V>{});
+  linear::run<V>(c, in, b, linear::product_of<V>(), Sink<V>{});
   if (b.step->special_rows != 0) {
     b.sync();
     run_special<V>(c, in, b, *reinterpret_cast<Memory*>(b.scratch), part_of<V>(in));

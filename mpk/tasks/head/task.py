@@ -23,6 +23,9 @@ class Head(Linear):
     operands = ("input", "output", "tops", "parts", "values")
     halves = False  # slices are counted in tiles
 
+    def body(self, op: Operator, graph: TensorGraph) -> tuple[Scalar, ...] | None:
+        return None
+
     def unit(self, op: Operator, graph: TensorGraph) -> int:
         return int(op.attrs["slice"]) // PANEL
 

@@ -41,19 +41,19 @@ struct Sums {
   static constexpr int kSquares = kOneRow ? kRound * kTileStride : kWarpStride - Input::kRows, kSquaresStride = kOneRow ? 1 : kWarpStride;
   static constexpr int kSetBytes = kOneRow ? (kRound * kTileStride + WARPS) * 4 : kInputBytes;
   static_assert(kOneRow || kRound * kTileStride <= kSquares, "sums of a warp");
-  static constexpr bool kFits = !kOneRow || 2 * kSetBytes + Shape<V>::padded * 2 <= kInputBytes;
+  static __device__ __forceinline__ bool fits(const Product& p) { return !kOneRow || 2 * kSetBytes + p.padded * 2 <= kInputBytes; }
   static __device__ __forceinline__ float* at(const Block& b) {
     return reinterpret_cast<float*>(b.scratch + (kOneRow ? kInputBytes - (1 + (b.round & 1)) * kSetBytes : 0));
   }
 };
 
 // Where outputs go with kSend: to all ranks, or to the one that sums the tile.
-template <class V, int EPILOGUE = int(V::epilogue)>
+template <class V, bool SENDS = Shape<V>::sends>
 struct Sender {
   __device__ __forceinline__ Sender(const Context&, const Instruction&, const Block&, int) {}
 };
 template <class V>
-struct Sender<V, kSend> {
+struct Sender<V, true> {
   static constexpr int ranks = int(V::ranks), tiles = (int(V::n) + kTileRows - 1) / kTileRows;
   PeerBuffer<ranks, int(V::columns)> part;
   bool to_owner;
@@ -72,22 +72,30 @@ template <class V, class Input>
 struct Finish {
   using S = Shape<V>;
   using M = Sums<V, Input>;
-  static constexpr int kPairs = S::tile_columns / 2, kItems = M::kRound * Input::kRows * kPairs, kEach = (kItems + THREADS - 1) / THREADS;
+  static constexpr int kItems = M::kRound * Input::kRows * (S::tile_rows / 2), kEach = (kItems + THREADS - 1) / THREADS;  // at most
 
-  static __device__ __forceinline__ void place(int item, int& tile, int& row, int& pair) {
-    pair = item % kPairs, row = item / kPairs % Input::kRows, tile = item / (kPairs * Input::kRows);
+  struct Place {
+    int tile, row, column;  // of the round; of the outputs
+    bool wanted;
+  };
+  // Place of this thread's item `e` in a round whose first tile is `first`, of `tiles`, the round's and those behind it.
+  static __device__ __forceinline__ Place place(const Block& b, const Product& p, int e, int first, int tiles, int rows, int& pair) {
+    const int item = e * THREADS + b.thread, in_tile = item >> p.pair_bits;
+    pair = item & ((1 << p.pair_bits) - 1);
+    Place at{in_tile / Input::kRows, in_tile % Input::kRows, 0, false};
+    at.column = (first + at.tile) * p.tile_columns + pair * 2;
+    at.wanted = at.tile < tiles && at.tile < M::kRound && at.row < rows && at.column < p.n;
+    return at;
   }
   // What the sums are added to, asked for before the product so that it is there after it.
-  static __device__ __forceinline__ void prefetch(const Block& b, const bf16* residual, int rows, int first, int tiles, uint32_t (&old)[kEach]) {
-    if constexpr (V::epilogue == kResidual) {
+  static __device__ __forceinline__ void prefetch(const Block& b, const Product& p, const bf16* residual, int rows, int first, int tiles, uint32_t (&old)[kEach]) {
 #pragma unroll
-      for (int e = 0; e < kEach; ++e) {
-        int tile, row, pair;
-        place(e * THREADS + b.thread, tile, row, pair);
-        const int column = (first + tile) * S::tile_columns + pair * 2;
-        old[e] = 0;
-        if (tile < tiles && row < rows && column < S::n) old[e] = load_4(residual + int64_t(row) * S::n + column);
-      }
+    for (int e = 0; e < kEach; ++e) {
+      old[e] = 0;
+      if (p.epilogue != kResidual) continue;
+      int pair;
+      const Place at = place(b, p, e, first, tiles, rows, pair);
+      if (at.wanted) old[e] = load_4(residual + int64_t(at.row) * p.n + at.column);
     }
   }
   static __device__ __forceinline__ float2 total(const float* sums) {
@@ -100,53 +108,51 @@ struct Finish {
       for (int w = 0; w < WARPS; w += 2 * o) v[w].x += v[w + o].x, v[w].y += v[w + o].y;
     return v[0];
   }
-  static __device__ __forceinline__ float scale(const float* sums, int row) {
+  static __device__ __forceinline__ float scale(const Product& p, const float* sums, int row) {
     float sum = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) sum += sums[M::kSquares + w * M::kSquaresStride + row];
-    return rsqrtf(sum * (1.0f / S::k) + float(V::eps));
+    return rsqrtf(__fdividef(sum, float(p.k)) + p.eps);
   }
   static __device__ __forceinline__ float gated(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
 
   template <class Sink>
-  static __device__ __forceinline__ void run(Block& b, const float* sums, const float* bias, void* out, const bf16* residual, int rows, int first,
+  static __device__ __forceinline__ void run(Block& b, const Product& p, const float* sums, const float* bias, void* out, const bf16* residual, int rows, int first,
                                              int tiles, const uint32_t (&old)[kEach], const Sender<V>& sender, Sink& sink) {
 #pragma unroll
     for (int e = 0; e < kEach; ++e) {
-      int tile, row, pair;
-      place(e * THREADS + b.thread, tile, row, pair);
-      const int column = (first + tile) * S::tile_columns + pair * 2;
-      if (tile >= tiles || row >= rows || column >= S::n) continue;
-      const float* mine = sums + tile * M::kTileStride + row * M::kRowStride + pair * 2;
-      float2 y = total(mine), u{};
-      if constexpr (V::epilogue == kSwiglu) u = total(mine + S::tile_columns);
-      if constexpr (V::norm) {
-        const float s = scale(sums, row);
-        y.x *= s, y.y *= s, u.x *= s, u.y *= s;
-      }
-      if constexpr (V::bias) {  // padded, so the second column may be read in any case
-        y.x += __ldg(bias + column), y.y += __ldg(bias + column + 1);
-        if constexpr (V::epilogue == kSwiglu) {
-          constexpr int up = round_to(S::n, 16);
-          u.x += __ldg(bias + up + column), u.y += __ldg(bias + up + column + 1);
-        }
-      }
-      if constexpr (V::epilogue == kSwiglu) y.x = gated(y.x, u.x), y.y = gated(y.y, u.y);
-      if constexpr (V::epilogue == kSend) {
-        sender.put(row, column, y);
+      int pair;
+      const Place at = place(b, p, e, first, tiles, rows, pair);
+      if (!at.wanted) continue;
+      const float* mine = sums + at.tile * M::kTileStride + at.row * M::kRowStride + pair * 2;
+      float2 y = total(mine);
+      const float s = p.norm ? scale(p, sums, at.row) : 1.0f;
+      if (p.norm) y.x *= s, y.y *= s;
+      if (p.bias) y.x += __ldg(bias + at.column), y.y += __ldg(bias + at.column + 1);  // padded, so the second column may be read in any case
+      if constexpr (S::sends) {
+        sender.put(at.row, at.column, y);
         continue;
       }
-      const int64_t place = int64_t(row) * S::n + column;
-      if constexpr (V::epilogue == kResidual) {
+      if (p.epilogue == kSwiglu) {
+        float2 u = total(mine + p.tile_columns);
+        if (p.norm) u.x *= s, u.y *= s;
+        if (p.bias) {
+          const float* up = bias + round_to(p.n, 16) + at.column;
+          u.x += __ldg(up), u.y += __ldg(up + 1);
+        }
+        y.x = gated(y.x, u.x), y.y = gated(y.y, u.y);
+      }
+      const int64_t place = int64_t(at.row) * p.n + at.column;
+      if (p.epilogue == kResidual) {
         const uint32_t before = settled_4(b, residual + place, old[e]);
         y.x += low(before), y.y += high(before);
       }
-      const float both[2] = {y.x, column + 1 < S::n ? y.y : __int_as_float(0xff800000)};
-      sink.take(b, b.scratch + kInputBytes, row, column, both);
+      const float both[2] = {y.x, at.column + 1 < p.n ? y.y : __int_as_float(0xff800000)};
+      sink.take(b, b.scratch + kInputBytes, at.row, at.column, both);
       if constexpr (S::wide) {
         float* to = static_cast<float*>(out) + place;
         to[0] = y.x;
-        if (column + 1 < S::n) to[1] = y.y;
+        if (at.column + 1 < p.n) to[1] = y.y;
       } else {
         put_4(static_cast<bf16*>(out) + place, pack_bf16(y.x, y.y));
       }
@@ -156,19 +162,19 @@ struct Finish {
 
 // Empties what the step before left of the task's columns in the other copy.
 template <class V>
-__device__ __forceinline__ void clear_old(const Context& c, const Instruction& in, const Block& b) {
+__device__ __forceinline__ void clear_old(const Context& c, const Instruction& in, const Block& b, const Product& p) {
   using S = Shape<V>;
-  if constexpr (!FLAGGED || S::wide || V::epilogue == kSend) return;
-  const int begin = in.tile_begin * S::tile_columns, end = in.tile_end * S::tile_columns < S::n ? in.tile_end * S::tile_columns : S::n;
+  if constexpr (!FLAGGED || S::wide || S::sends) return;
+  const int begin = in.tile_begin * p.tile_columns, end = in.tile_end * p.tile_columns < p.n ? in.tile_end * p.tile_columns : p.n;
   bf16* old = other_copy(c, flagged<bf16>(c, in, 1, b), b);
   for (int row = b.warp; row < rows_to_clear(b); row += WARPS)
-    for (int column = begin + b.lane * 2; column < end; column += 64) clear_4(old + int64_t(row) * S::n + column);
+    for (int column = begin + b.lane * 2; column < end; column += 64) clear_4(old + int64_t(row) * p.n + column);
 }
 
 // The sums of a warp over a group of `count` tiles. `arrives`: the first stage of the input is what the product has waited for; `opens`: weights
 // may then come as fast as they can.
 template <class V, class Input>
-__device__ __forceinline__ void sum_up(Block& b, Input& input, int count, bool arrives, bool opens, float (&acc)[kGroup][2][4]) {
+__device__ __forceinline__ void sum_up(Block& b, const Product& p, Input& input, int count, bool arrives, bool opens, float (&acc)[kGroup][2][4]) {
   using S = Shape<V>;
 #pragma unroll
   for (int t = 0; t < kGroup; ++t)
@@ -176,7 +182,7 @@ __device__ __forceinline__ void sum_up(Block& b, Input& input, int count, bool a
     for (int i = 0; i < 8; ++i) acc[t][i / 4][i % 4] = 0.0f;
   input.begin(b);
 #pragma unroll 1
-  for (int stage = 0; stage < S::stages; ++stage) {
+  for (int stage = 0; stage < p.stages; ++stage) {
     Tile<V, Input> tile;
     tile.get(b, input, stage);
     if (stage == 0) {
@@ -193,38 +199,37 @@ __device__ __forceinline__ void sum_up(Block& b, Input& input, int count, bool a
 }
 
 template <class V, class Input, class Sink>
-__device__ __forceinline__ void product(const Context& c, const Instruction& in, Block& b, int rows, Sink& sink) {
+__device__ __forceinline__ void multiply(const Context& c, const Instruction& in, Block& b, const Product& p, int rows, Sink& sink) {
   using S = Shape<V>;
   using M = Sums<V, Input>;
   using F = Finish<V, Input>;
   constexpr int rounds = kGroup / M::kRound;
   static_assert(kInputBytes + Sink::BYTES <= SCRATCH_BYTES, "scratch");
-  static_assert(THREADS / F::kPairs % Input::kRows == 0, "a thread's outputs are of one row");
+  static_assert(THREADS / (S::tile_rows / 2) % Input::kRows == 0, "a thread's outputs are of one row");
   const float* params = reinterpret_cast<const float*>(c.params + in.params);
-  const float* bias = params + (V::norm ? S::k : 0);
+  const float* bias = params + (p.norm ? p.k : 0);
   void* out = S::wide ? operand<unsigned char>(c, in, 1) : flagged<unsigned char>(c, in, 1, b);
   const bf16* residual = flagged<const bf16>(c, in, 2, b);
   const int tiles = in.tile_end - in.tile_begin, groups = (tiles + kGroup - 1) / kGroup;
   int each = tiles, larger = 0;
   if (groups > 1) each = tiles / groups, larger = tiles % groups;
   sink.begin(c, b, b.scratch + kInputBytes);
-  const bool embeds = V::epilogue != kSend && in.iargs[0] != 0;
-  Input input(b, embeds ? reinterpret_cast<const bf16*>(c.weights + in.weights) : flagged<const bf16>(c, in, 0, b), embeds, rows, params);
+  const bool embeds = !S::sends && in.iargs[0] != 0;
+  Input input(b, p, embeds ? reinterpret_cast<const bf16*>(c.weights + in.weights) : flagged<const bf16>(c, in, 0, b), embeds, rows, params);
   int first = in.tile_begin;
   for (int group = 0; group < groups; ++group) {
     const int count = each + (group < larger);
     uint32_t old[rounds][F::kEach];
 #pragma unroll
-    for (int r = 0; r < rounds; ++r) F::prefetch(b, residual, rows, first + r * M::kRound, count - r * M::kRound, old[r]);
+    for (int r = 0; r < rounds; ++r) F::prefetch(b, p, residual, rows, first + r * M::kRound, count - r * M::kRound, old[r]);
     float acc[kGroup][2][4];
-    sum_up<V>(b, input, count, !M::kOneRow && group == 0, tiles > 1 && group == 0, acc);
+    sum_up<V>(b, p, input, count, !M::kOneRow && group == 0, tiles > 1 && group == 0, acc);
     if (group + 1 == groups && b.thread == 0) b.ring.shut(1);
 #pragma unroll
     for (int r = 0; r < rounds; ++r) {
       if (r > 0 && r * M::kRound >= count) break;
       float *sums = M::at(b), *mine = sums + b.warp * M::kWarpStride;
-      if constexpr (V::norm)
-        if (M::kOneRow || group + r == 0) input.put_squares(b, sums + M::kSquares + b.warp * M::kSquaresStride);
+      if (p.norm && (M::kOneRow || group + r == 0)) input.put_squares(b, sums + M::kSquares + b.warp * M::kSquaresStride);
 #pragma unroll
       for (int t = 0; t < M::kRound; ++t) {
         if (r * M::kRound + t >= count) break;
@@ -232,7 +237,7 @@ __device__ __forceinline__ void product(const Context& c, const Instruction& in,
       }
       const Sender<V> sender(c, in, b, rows);
       b.sync();
-      F::run(b, sums, bias, out, residual, rows, first + r * M::kRound, count - r * M::kRound, old[r], sender, sink);
+      F::run(b, p, sums, bias, out, residual, rows, first + r * M::kRound, count - r * M::kRound, old[r], sender, sink);
       if constexpr (!M::kOneRow) b.sync();  // before the sums are overwritten
       ++b.round;
     }
@@ -242,28 +247,31 @@ __device__ __forceinline__ void product(const Context& c, const Instruction& in,
 }
 
 // No row wants this product, but its weights are in the ring.
-template <class V>
-__device__ __forceinline__ void skip(const Instruction& in, Block& b) {
+__device__ __forceinline__ void skip(const Instruction& in, Block& b, const Product& p) {
   b.wait();
-  for (int i = 0; i < (in.tile_end - in.tile_begin) * Shape<V>::stages; ++i) {
+  for (int i = 0; i < (in.tile_end - in.tile_begin) * p.stages; ++i) {
     b.ring.wait();
     b.ring.release(b.lane);
   }
   b.sync();  // once in every body
 }
 
+// `p`: what V has as constants, or of another product for which the code is the same.
 template <class V, class Sink = NoSink>
-__device__ __forceinline__ void run(const Context& c, const Instruction& in, Block& b, Sink sink = {}) {
+__device__ __forceinline__ void run(const Context& c, const Instruction& in, Block& b, const Product& p, Sink sink = {}) {
   using Slice = SliceInput<V>;
   const int rows = V::gather_logit_rows ? b.step->logit_rows : b.step->rows;
-  if (rows == 0) return skip<V>(in, b);
-  clear_old<V>(c, in, b);
+  if (rows == 0) return skip(in, b, p);
+  clear_old<V>(c, in, b, p);
   // Which of these it is, is the same for all products of a step but the last, which threads meet before (it signals): their scratch memory
   // is laid out differently.
-  if constexpr (Sums<V, Slice>::kFits)
-    if (rows == 1) return product<V, Slice>(c, in, b, rows, sink);
+  if (rows == 1 && Sums<V, Slice>::fits(p)) return multiply<V, Slice>(c, in, b, p, rows, sink);
   // A form of its own for 8 rows took as long as this one on an H200 (8B: 4.80 against 4.83 ms), and a third of the time to compile.
-  product<V, RowsInput<V>>(c, in, b, rows, sink);
+  multiply<V, RowsInput<V>>(c, in, b, p, rows, sink);
+}
+template <class V>
+__device__ __forceinline__ void run(const Context& c, const Instruction& in, Block& b) {
+  run<V>(c, in, b, product_of<V>());
 }
 
 }  // namespace mpk::linear

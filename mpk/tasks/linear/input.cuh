@@ -12,24 +12,47 @@ constexpr int kInputBytes = SCRATCH_BYTES - 1024, kWarpBytes = kInputBytes / WAR
 
 constexpr int round_to(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// How the matrix is cut (mpk/tasks/stages.py says the same).
+// What the products of a model have in common where they share one instance of this code (`Linear.body` of task.py says which do): one row of a model's
+// hot loop then is some 12 KB of instructions for all of its products, which the instruction caches hold, and not as much for each.
 template <class V>
 struct Shape {
-  static constexpr int k = int(V::k), n = int(V::n);
-  static constexpr int tile_columns = int(V::tile_columns), tile_rows = tile_columns * (V::epilogue == kSwiglu ? 2 : 1);
-  static constexpr int levels_a_stage = kTileRows / tile_rows;
+  static constexpr int tile_rows = int(V::tile_columns) * (V::epilogue == kSwiglu ? 2 : 1), levels_a_stage = kTileRows / tile_rows;
   // Columns of a level of the input, of which a stage of weights has one or two.
-  static constexpr int depth = round_to(k, 512 * levels_a_stage) <= round_to(k, 256 * levels_a_stage) ? 512 : 256;
-  static constexpr int stages = round_to(k, depth * levels_a_stage) / (depth * levels_a_stage), levels = stages * levels_a_stage;  // of a tile
-  static constexpr int padded = depth * levels, warp_columns = padded / WARPS;
+  static constexpr int depth = round_to(int(V::k), 512 * levels_a_stage) <= round_to(int(V::k), 256 * levels_a_stage) ? 512 : 256;
   static constexpr int parts = depth / WARPS / 32;  // runs of 32 columns that a warp owns in a level
   static constexpr int warp_bytes = parts * 1024;   // of a warp's weights in a stage
   static constexpr bool wide = V::gather_logit_rows;  // float32 output
+  static constexpr bool sends = V::epilogue == kSend;
   static_assert(tile_rows == kTileRows || tile_rows * 2 == kTileRows, "tiles of 16 or 8 rows");
-  static_assert(k % 8 == 0, "16-byte pieces of the input");
-  static_assert(wide || n % 2 == 0, "outputs are stored in pairs");
   static_assert(depth * kTileRows * 2 <= STAGE_BYTES, "a stage fits its place in the ring");
 };
+
+// What they differ in (mpk/tasks/stages.py cuts the matrix alike).
+struct Product {
+  int k, n, epilogue, tile_columns, pair_bits;  // 1 << pair_bits pairs of columns in a tile
+  int stages, levels;         // of a tile
+  int padded, warp_columns;   // columns in memory, and a warp's eighth of them
+  float eps;
+  bool norm, bias;
+};
+
+// The same, asked for now: compilers would load each number again wherever it is used, which when all wait for a task's last sums takes as long as the sums.
+__device__ __forceinline__ Product held(Product p) {
+  int norm = p.norm, bias = p.bias;
+  hold(p.k), hold(p.n), hold(p.epilogue), hold(p.tile_columns), hold(p.pair_bits), hold(p.stages), hold(p.levels), hold(p.padded), hold(p.warp_columns);
+  hold(p.eps), hold(norm), hold(bias);
+  p.norm = norm != 0, p.bias = bias != 0;
+  return p;
+}
+
+template <class V>
+constexpr Product product_of() {
+  using S = Shape<V>;
+  static_assert(int(V::k) % 8 == 0, "16-byte pieces of the input");
+  static_assert(S::wide || int(V::n) % 2 == 0, "outputs are stored in pairs");
+  constexpr int stages = round_to(int(V::k), S::depth * S::levels_a_stage) / (S::depth * S::levels_a_stage), levels = stages * S::levels_a_stage;
+  return {int(V::k), int(V::n), int(V::epilogue), int(V::tile_columns), int(V::tile_columns) == 16 ? 3 : int(V::tile_columns) == 8 ? 2 : 1, stages, levels, S::depth * levels, S::depth * levels / WARPS, float(V::eps), bool(V::norm), bool(V::bias)};
+}
 
 __device__ __forceinline__ float squares(uint4 v) {
   float sum = low(v.x) * low(v.x) + high(v.x) * high(v.x);
@@ -49,51 +72,81 @@ __device__ __forceinline__ int input_row(const Block& b, int r, bool embeds) {
   return V::gather_logit_rows ? b.step->logit_row[r] : embeds ? b.step->row_token[r] : r;
 }
 
+template <int N>
+struct Number {
+  static constexpr int value = N;
+};
+
 // One row of input: every warp brings its whole slice into shared memory at once, normed, and needs no other warp to start.
 template <class V>
 struct SliceInput {
   using S = Shape<V>;
   static constexpr int kRows = 1, kBlocks = 1;  // rows; mma blocks of 8 rows
-  static constexpr int kBytes = S::padded * 2;
   uint32_t at;  // shared address of the warp's slice, at the lane's 16 bytes
   float sum;    // of squares, this lane's part
 
-  __device__ __forceinline__ SliceInput(Block& b, const bf16* x, bool embeds, int, const float* norm) {
-    constexpr int pieces = S::warp_columns / 8, each = (pieces + 31) / 32;
-    const uint32_t slice = shared_address(b.scratch) + b.warp * S::warp_columns * 2;
-    const int first = b.warp * S::warp_columns;
-    const bf16* row = x + int64_t(input_row<V>(b, 0, embeds)) * S::k;
-    const bf16* mine = row + first + b.lane * 8;
-    const auto there = [&](int i) { return (pieces % 32 == 0 || i * 32 + b.lane < pieces) && (S::padded == S::k || first + (i * 32 + b.lane) * 8 < S::k); };
-    float4 g[V::norm ? each : 1][2];
-    if constexpr (V::norm) {  // constant, so it need not wait
-#pragma unroll
-      for (int i = 0; i < each; ++i) {
-        const float4* weights = reinterpret_cast<const float4*>(norm + first + (i * 32 + b.lane) * 8);
-        g[i][0] = g[i][1] = float4{};  // on every path: else registers hold what they held, all through the program
-        if (there(i)) g[i][0] = __ldg(weights), g[i][1] = __ldg(weights + 1);
-      }
-    }
-    b.wait_events();
-    uint4 v[each];
-#pragma unroll
-    for (int i = 0; i < each; ++i) v[i] = there(i) ? load_16(mine + i * 256) : uint4{};
-    settle_16(b, v, [&](int i) { return mine + i * 256; });
-    b.arrived();
+  __device__ __forceinline__ SliceInput(Block& b, const Product& p, const bf16* x, bool embeds, int, const float* norm) {
+    const int first = b.warp * p.warp_columns, pieces = p.warp_columns / 8, within = (p.k - first) / 8;
+    const uint32_t slice = shared_address(b.scratch) + first * 2;
+    const bf16* mine = x + int64_t(input_row<V>(b, 0, embeds)) * p.k + first + b.lane * 8;
+    const float* weights = norm + first + b.lane * 8;
     sum = 0;
-#pragma unroll
-    for (int i = 0; i < each; ++i) {
-      if (i * 32 + b.lane >= pieces) continue;
-      if constexpr (V::norm) {
-        if (there(i)) {
-          sum += squares(v[i]);
-          v[i] = scaled(v[i], g[i][0], g[i][1]);
-        }
-      }
-      shared_store_16(slice + (i * 32 + b.lane) * 16, v[i]);
+    b.wait_events();
+    const int turns = (pieces + 31) / 32;
+    const auto count = [&](int all) { return (all - b.lane + 31) / 32; };  // of this lane, of so many pieces of the warp
+    const int there = within < pieces ? count(within > 0 ? within : 0) : count(pieces), stored = count(pieces);
+    // As many pieces of a lane are on their way at a time as there are, but for very wide inputs: what is polled is looked through again and again.
+    int done = 0;
+    const auto next = [&](auto number, auto norm_too) {
+      constexpr int N = decltype(number)::value;
+      bring<N, decltype(norm_too)::value>(b, mine + done * 256, weights + done * 256, slice + (done * 32 + b.lane) * 16, there - done, stored - done);
+      done += N;
+    };
+    if (p.norm) {
+      if (turns == 1) next(Number<1>{}, Number<1>{});
+      else if (turns == 2) next(Number<2>{}, Number<1>{});
+      else
+#pragma unroll 1
+        while (done < turns) next(Number<4>{}, Number<1>{});
+    } else {
+      if (turns == 1) next(Number<1>{}, Number<0>{});
+      else if (turns == 2) next(Number<2>{}, Number<0>{});
+      else if (turns <= 4) next(Number<4>{}, Number<0>{});
+      else
+#pragma unroll 1
+        while (done < turns) next(Number<8>{}, Number<0>{});
     }
     __syncwarp();
     at = slice + (b.lane & 3) * 16;
+  }
+  // Up to N pieces of a lane: `there` of them are asked for, and zeros follow up to `stored`.
+  template <int N, int NORM>
+  __device__ __forceinline__ void bring(Block& b, const bf16* mine, const float* norm, uint32_t to, int there, int stored) {
+    float4 g[NORM ? N : 1][2];
+    uint4 v[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if constexpr (NORM) {
+        g[i][0] = g[i][1] = float4{};  // on every path: else registers hold what they held, all through the program
+        const float4* weights = reinterpret_cast<const float4*>(norm + i * 256);
+        if (i < there) g[i][0] = __ldg(weights), g[i][1] = __ldg(weights + 1);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      v[i] = uint4{};
+      load_16_if(i < there, mine + i * 256, v[i]);
+    }
+    settle_16(b, v, [&](int i) { return mine + i * 256; });
+    b.arrived();
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if constexpr (NORM) {
+        sum += squares(v[i]);
+        v[i] = scaled(v[i], g[i][0], g[i][1]);
+      }
+      if (i < stored) shared_store_16(to + i * 512, v[i]);
+    }
   }
   __device__ __forceinline__ void begin(const Block&) {}
   __device__ __forceinline__ void get(Block&, int stage, uint4 (&out)[S::parts][1]) const {
@@ -118,10 +171,11 @@ template <class V>
 struct RowsInput {
   using S = Shape<V>;
   static constexpr int kRows = 16, kBlocks = 2, kPieces = S::parts * kBlocks;  // piece n: run n / 2 of 32 columns, row n % 2 of the lane's
-  static constexpr int kNormBytes = V::norm ? S::parts * 128 : 0, kSlotBytes = kPieces * 512 + kNormBytes;  // of a stage
+  static constexpr int kNormBytes = S::parts * 128, kSlotBytes = kPieces * 512 + kNormBytes;  // of a stage
   static constexpr int kSquaresBytes = kRows * 4, kRoom = kWarpBytes - kSquaresBytes;  // of a warp
-  static constexpr int kFit = kRoom / kSlotBytes, kMost = kFit < 6 ? kFit : 6, kSlots = kMost < S::levels ? kMost : S::levels;
+  static constexpr int kFit = kRoom / kSlotBytes, kSlots = kFit < 6 ? kFit : 6;
   static_assert(kSlots >= 1, "a stage of the input fits");
+  const Product& p;
   const bf16* x;
   const float* norm;  // at the warp's first column
   int64_t row[kBlocks];  // this lane's rows: elements from x; -1: there is no such row
@@ -129,23 +183,23 @@ struct RowsInput {
   int slot;           // of the next stage to be read
   float sum[kBlocks];
 
-  __device__ __forceinline__ RowsInput(Block& b, const bf16* input, bool embeds, int rows, const float* norm_weight) {
-    x = input + b.warp * S::warp_columns, norm = norm_weight + b.warp * S::warp_columns;
+  __device__ __forceinline__ RowsInput(Block& b, const Product& product, const bf16* input, bool embeds, int rows, const float* norm_weight) : p(product) {
+    x = input + b.warp * p.warp_columns, norm = norm_weight + b.warp * p.warp_columns;
 #pragma unroll
     for (int j = 0; j < kBlocks; ++j) {
       const int r = j * 8 + b.lane / 4;
-      row[j] = r < rows ? int64_t(input_row<V>(b, r, embeds)) * S::k : -1;
+      row[j] = r < rows ? int64_t(input_row<V>(b, r, embeds)) * p.k : -1;
       sum[j] = 0;
     }
     slots = shared_address(b.scratch) + b.warp * kWarpBytes;
     b.wait();
   }
   __device__ __forceinline__ int column_of(const Block& b, int stage, int n) const { return (stage * S::parts + n / kBlocks) * 32 + (b.lane & 3) * 8; }
-  __device__ __forceinline__ bool there(const Block& b, int column) const { return S::padded == S::k || b.warp * S::warp_columns + column < S::k; }
+  __device__ __forceinline__ bool there(const Block& b, int column) const { return b.warp * p.warp_columns + column < p.k; }
   static __device__ __forceinline__ uint32_t place(const Block& b, uint32_t at, int n) { return at + (n * 32 + b.lane) * 16; }
   // Asks for a stage, which goes to `at`; a group of copies in any case.
   __device__ __forceinline__ void fill(const Block& b, int stage, uint32_t at) {
-    if (stage < S::levels) {
+    if (stage < p.levels) {
 #pragma unroll
       for (int n = 0; n < kPieces; ++n) {
         const int column = column_of(b, stage, n);
@@ -153,7 +207,7 @@ struct RowsInput {
         copy_16(place(b, at, n), x + (wanted ? row[n % kBlocks] + column : 0), wanted);
       }
       const int column = stage * S::parts * 32 + b.lane * 4;
-      if (V::norm && b.lane < S::parts * 8) copy_16(at + kPieces * 512 + b.lane * 16, norm + (there(b, column) ? column : 0), there(b, column));
+      if (p.norm && b.lane < S::parts * 8) copy_16(at + kPieces * 512 + b.lane * 16, norm + (there(b, column) ? column : 0), there(b, column));
     }
     close_copies();
   }
@@ -176,21 +230,22 @@ struct RowsInput {
       for (int n = 0; n < kPieces; ++n) whole = whole && complete(v[n]);
       if (!__all_sync(~0u, whole)) settle(b, stage, v), copy_again(b, stage);
     }
-    if constexpr (V::norm) __syncwarp();  // the norm's weights were copied by other lanes
+    if (p.norm) __syncwarp();  // the norm's weights were copied by other lanes
 #pragma unroll
-    for (int p = 0; p < S::parts; ++p) {
-      uint4 g[2];
-      if constexpr (V::norm) g[0] = shared_load_16(at + kPieces * 512 + p * 128 + (b.lane & 3) * 32), g[1] = shared_load_16(at + kPieces * 512 + p * 128 + (b.lane & 3) * 32 + 16);
+    for (int n = 0; n < kPieces; ++n) out[n / kBlocks][n % kBlocks] = v[n];
+    if (p.norm) {
 #pragma unroll
-      for (int j = 0; j < kBlocks; ++j) {
-        out[p][j] = v[p * kBlocks + j];
-        if constexpr (V::norm) {
-          sum[j] += squares(out[p][j]);
-          out[p][j] = scaled(out[p][j], floats(g[0]), floats(g[1]));
+      for (int part = 0; part < S::parts; ++part) {
+        const uint32_t weights = at + kPieces * 512 + part * 128 + (b.lane & 3) * 32;
+        const uint4 first = shared_load_16(weights), second = shared_load_16(weights + 16);
+#pragma unroll
+        for (int j = 0; j < kBlocks; ++j) {
+          sum[j] += squares(out[part][j]);
+          out[part][j] = scaled(out[part][j], floats(first), floats(second));
         }
       }
+      __syncwarp();  // all have read them
     }
-    if constexpr (V::norm) __syncwarp();  // all have read them
     fill(b, stage + kSlots, at);
     if (++slot == kSlots) slot = 0;
   }
@@ -217,7 +272,7 @@ struct RowsInput {
 #pragma unroll 1
     for (int ahead = 1; ahead < kSlots; ++ahead) {
       const uint32_t at = slots + (slot + ahead < kSlots ? slot + ahead : slot + ahead - kSlots) * kSlotBytes;
-      if (stage + ahead < S::levels) {
+      if (stage + ahead < p.levels) {
 #pragma unroll
         for (int n = 0; n < kPieces; ++n)
           if (!complete(shared_load_16(place(b, at, n)))) copy_16(place(b, at, n), x + row[n % kBlocks] + column_of(b, stage + ahead, n), true);

@@ -22,6 +22,7 @@ from mpk.graph.tensor_graph import Operator, Scalar, TensorGraph
 from mpk.tasks.base import TaskKind, WeightSource
 from mpk.tasks.messages import message_of
 from mpk.tasks.packing import PANEL, pack_rows, padded_vector, panel_bytes, panel_view
+from mpk.tasks.stages import stages_of
 
 EPILOGUES = {"store": 0, "residual": 1, "swiglu": 2, "send": 3}  # kStore, kResidual, kSwiglu, kSend of cpp.hpp
 PANEL_GROUP = 8  # kPanelGroup of matmul.hpp: panels multiplied at a time, whose sums stand in scratch
@@ -71,6 +72,12 @@ class Linear(TaskKind):
             "norm": "norm" in op.weights, "bias": "bias" in op.weights, "epilogue": self._epilogue(op),
             "gather_logit_rows": bool(op.attrs["gather_logit_rows"]), "tile_columns": tile_columns(op),
         }
+
+    def body(self, op: Operator, graph: TensorGraph) -> tuple[Scalar, ...] | None:
+        """How the matrix is cut (`Shape` of input.cuh), and where the output goes."""
+        shape, attrs = stages_of(op), op.attrs
+        sent = tuple(int(attrs[name]) for name in ("n", "columns", "ranks", "two_shot_rows")) if attrs["epilogue"] == "send" else ()
+        return (shape.rows, shape.depth * shape.rows, bool(attrs["gather_logit_rows"]), *sent)
 
     def arguments(self, op: Operator) -> tuple[int, int]:
         return message_of(op.attrs) if op.attrs["epilogue"] == "send" else (0, 0)

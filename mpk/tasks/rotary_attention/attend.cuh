@@ -68,18 +68,24 @@ struct Page {
   }
 };
 
-// A block of keys and values, or a section of it, in the registers of a warp.
 template <class V>
-struct Held {
+struct Warp {
   using S = Shape<V>;
   static constexpr int FRAGMENTS = S::fragments, LANE_POSITIONS = 4 * FRAGMENTS;  // of a lane in a row of V^T
   uint4 keys[FRAGMENTS][S::section][2];
   uint32_t values[S::tiles][2][2 * FRAGMENTS];  // pairs of positions
+  float sums[S::sections * S::tiles][4], max[2], total[2];  // of queries 2 * pair, 2 * pair + 1 of the tile
   int row, pair;  // this lane's row and pair of columns of a fragment
 
   __device__ __forceinline__ void locate() {
     const int lane = own_lane();
     row = lane / 4, pair = lane % 4;
+  }
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (auto& tile : sums) tile[0] = tile[1] = tile[2] = tile[3] = 0.0f;
+    max[0] = max[1] = minus_infinity(), total[0] = total[1] = 0.0f;
   }
 
   // Position in its block of the key in row `row` of half `half` of fragment `fragment`.
@@ -174,44 +180,15 @@ struct Held {
     }
   }
 
-  // Values at and beyond `valid` positions of the block become 0: that memory was never written, and 0 times a NaN is a NaN.
-  __device__ __forceinline__ void cut_values(int valid) {
-    const int own = valid - pair * LANE_POSITIONS;
-    uint32_t kept[2 * FRAGMENTS];
-#pragma unroll
-    for (int j = 0; j < 2 * FRAGMENTS; ++j) kept[j] = (own > 2 * j ? 0xffffu : 0u) | (own > 2 * j + 1 ? 0xffff0000u : 0u);
-#pragma unroll
-    for (auto& tile : values)
-#pragma unroll
-      for (auto& half : tile)
-#pragma unroll
-        for (int j = 0; j < 2 * FRAGMENTS; ++j) half[j] &= kept[j];
-  }
-};
-
-// What a warp has of its queries, besides the block at hand.
-template <class V>
-struct Warp : Held<V> {
-  using S = Shape<V>;
-  using B = Held<V>;
-  using B::FRAGMENTS, B::LANE_POSITIONS, B::row, B::pair;
-  float sums[S::sections * S::tiles][4], max[2], total[2];  // of queries 2 * pair, 2 * pair + 1 of the tile
-
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (auto& tile : sums) tile[0] = tile[1] = tile[2] = tile[3] = 0.0f;
-    max[0] = max[1] = minus_infinity(), total[0] = total[1] = 0.0f;
-  }
-
   // scores[fragment][...] += the section's part of K Q^T; `queries`: the tile's in shared memory.
-  __device__ __forceinline__ void score(const B& block, float (&scores)[2 * FRAGMENTS][4], uint32_t queries, int section) const {
+  __device__ __forceinline__ void score(float (&scores)[2 * FRAGMENTS][4], uint32_t queries, int section) {
 #pragma unroll
     for (int p = 0; p < S::section; ++p) {
       const int piece = section * S::section + p;
-      const uint4 q = this->has_piece(piece) ? shared_load_16(queries + (row * S::row_stride + pair * 8 + piece * 32) * 2) : uint4{0, 0, 0, 0};
+      const uint4 q = has_piece(piece) ? shared_load_16(queries + (row * S::row_stride + pair * 8 + piece * 32) * 2) : uint4{0, 0, 0, 0};
 #pragma unroll
       for (int f = 0; f < FRAGMENTS; ++f) {
-        const uint4 a = block.keys[f][p][0], b = block.keys[f][p][1];
+        const uint4 a = keys[f][p][0], b = keys[f][p][1];
         mma(scores[f], {a.x, b.x, a.y, b.y}, q.x, q.y);
         mma(scores[FRAGMENTS + f], {a.z, b.z, a.w, b.w}, q.z, q.w);
       }
@@ -219,12 +196,12 @@ struct Warp : Held<V> {
   }
 
   // sums += V^T P^T for the rows of the section.
-  __device__ __forceinline__ void accumulate(const B& block, const uint32_t (&weights)[FRAGMENTS][2], int section) {
+  __device__ __forceinline__ void accumulate(const uint32_t (&weights)[FRAGMENTS][2], int section) {
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; ++f)
 #pragma unroll
       for (int t = 0; t < S::tiles; ++t) {
-        const auto &a = block.values[t][0], &b = block.values[t][1];
+        const auto &a = values[t][0], &b = values[t][1];
         mma(sums[section * S::tiles + t], {a[2 * f], b[2 * f], a[2 * f + 1], b[2 * f + 1]}, weights[f][0], weights[f][1]);
       }
   }
@@ -243,7 +220,7 @@ struct Warp : Held<V> {
     for (int f = 0; f < FRAGMENTS; ++f)
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        if (this->place(f, h) < begin || this->place(f, h) >= end) scores[f][2 * h + q] = minus_infinity();
+        if (place(f, h) < begin || place(f, h) >= end) scores[f][2 * h + q] = minus_infinity();
   }
 
   // Scores [fragment][half * 2 + query] to weights relative to the new maximum, sums shrunk to it.
@@ -278,6 +255,20 @@ struct Warp : Held<V> {
         total[0] += a, total[1] += b;
         weights[f][h] = transpose_8x8(pack_bf16(a, b));
       }
+  }
+
+  // Values at and beyond `valid` positions of the block become 0: that memory was never written, and 0 times a NaN is a NaN.
+  __device__ __forceinline__ void cut_values(int valid) {
+    const int own = valid - pair * LANE_POSITIONS;
+    uint32_t kept[2 * FRAGMENTS];
+#pragma unroll
+    for (int j = 0; j < 2 * FRAGMENTS; ++j) kept[j] = (own > 2 * j ? 0xffffu : 0u) | (own > 2 * j + 1 ? 0xffff0000u : 0u);
+#pragma unroll
+    for (auto& tile : values)
+#pragma unroll
+      for (auto& half : tile)
+#pragma unroll
+        for (int j = 0; j < 2 * FRAGMENTS; ++j) half[j] &= kept[j];
   }
 
   // Adds up what the lanes of a query have seen.

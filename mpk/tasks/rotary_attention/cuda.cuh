@@ -13,7 +13,7 @@
 // those of more rows are read from the cache after they have been appended. Past positions do not depend on the step, so every warp
 // asks for its first block before the queries are there.
 #pragma once
-#include "rotary_attention/single_rows.cuh"
+#include "rotary_attention/one_row.cuh"
 
 namespace mpk::rotary_attention {
 
@@ -265,7 +265,7 @@ class Task {
 #pragma unroll
       for (int section = 0; section < S::sections; ++section) {
         if (section > 0) warp.load_keys(keys, section);
-        warp.score(warp, scores, shared_address(rows), section);
+        warp.score(scores, shared_address(rows), section);
       }
       if (more) warp.load_keys(next, 0);
       const bool whole = position >= oldest_of(tile) && position + S::block - 1 <= tile.position() + tile.query / S::group;
@@ -277,7 +277,7 @@ class Task {
       for (int section = 0; section < S::sections; ++section) {
         if (section > 0) warp.load_values(keys + P::VALUES, section);
         if (!whole) warp.cut_values(tile.position() + tile.rows() - position);
-        warp.accumulate(warp, weights, section);
+        warp.accumulate(weights, section);
       }
       if (more) warp.load_values(next + P::VALUES, 0);
       if (!WHOLE) keys = next;
@@ -381,12 +381,10 @@ __device__ __forceinline__ void clear(const Context& c, const Instruction& i, co
 template <class V>
 __device__ void run(const Context& c, const Instruction& i, Block& b) {
   bool waited = false;
-  if constexpr (SingleRows<V>::POSSIBLE) {
-    if (SingleRows<V>::is_form_of(c, *b.step)) {
-      const bool one = b.step->rows == 1;
+  if constexpr (OneRow<V>::POSSIBLE) {
+    if (OneRow<V>::is_form_of(c, *b.step)) {
 #pragma unroll 1
-      for (int tile = i.tile_begin; tile < i.tile_end; ++tile)
-        one ? SingleRowsTask<V, PartOfOne<V>>(c, i, b, tile).run(waited) : SingleRowsTask<V, PartOfSeveral<V>>(c, i, b, tile).run(waited);
+      for (int tile = i.tile_begin; tile < i.tile_end; ++tile) OneRowTask<V>(c, i, b, tile).run(waited);
       if (!waited) wait_inputs(b);
       return;
     }

@@ -4,13 +4,13 @@ The work of a key-value head is a line: segment after segment, each with its blo
 `TILE_QUERIES` queries. The line is cut into equal shares, one a split, at whole blocks; a short line is cut for fewer splits, so that
 each has `LEAST_BLOCKS` at least. The step's own positions are part of the line: whoever has their block appends them to the cache.
 
-Where the CUDA back end can, a step that only decodes is shared among single warps instead (`single_rows`).
+Where the CUDA back end can, a step of one row is shared among single warps instead (`one_row`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 TILE_QUERIES = 8
 LEAST_BLOCKS = 4
@@ -39,20 +39,13 @@ def shares(segments: Sequence[tuple[int, int]], group: int, window: int, block: 
     return out
 
 
-def has_single_rows_form(segments: Sequence[tuple[int, int]], group: int, head_dim: int, splits: int, max_rows: int) -> bool:
-    """Whether the step is shared among single warps (`SingleRows` of attention.cuh); segments as (position, rows)."""
-    possible = splits > 1 and group <= TILE_QUERIES and head_dim <= 128 and max_rows >= WARPS
-    return possible and all(rows == 1 for _, rows in segments) and 2 * len(segments) <= WARPS * splits
+def has_one_row_form(group: int, head_dim: int, splits: int, max_rows: int) -> bool:
+    """Whether a step of one row has a form of its own (`OneRow` of attention.cuh)."""
+    return splits > 1 and group <= TILE_QUERIES and head_dim <= 128 and max_rows >= WARPS
 
 
-def single_rows(positions: Sequence[int], window: int, block: int, splits: int) -> list[list[tuple[int, int]]]:
-    """Where the partial results of each row of a step that only decodes are, in the order in which they are merged: (row of the buffer, split).
-
-    A row has as many as it takes for none to be of more blocks than the least number for which there are `WARPS` a split at most.
-    """
-    blocks = [position // block + 1 - (max(position - window + 1, 0) // block if window else 0) for position in positions]
-    most = 1
-    while sum(-(-b // most) for b in blocks) > WARPS * splits:
-        most += 1
-    ends = list(accumulate(-(-b // most) for b in blocks))
-    return [[divmod(f, splits) for f in range(begin, end)] for begin, end in pairwise([0, *ends])]
+def one_row(position: int, window: int, block: int, splits: int) -> list[tuple[int, int]]:
+    """(row of the buffer, split) of every partial result of a step of one row, in the order in which they are merged."""
+    blocks = position // block + 1 - (max(position - window + 1, 0) // block if window else 0)
+    used = min(blocks, splits)
+    return [(f // used, f % used) for f in range(min(blocks, WARPS * used))]

@@ -16,7 +16,6 @@ struct StepView {
   Segment segments[MAX_ROWS];
 };
 
-constexpr int NOTE_BYTES = 48;
 constexpr int STAGE_BYTES = 16 * 1024;
 
 // Every thread takes the block's stages one after the other.
@@ -31,7 +30,6 @@ struct Block {
   const StepView* step;
   int sm, sms, thread, warp, lane;
   unsigned char* scratch;
-  uint4* notes;
   WeightRing ring;
   int round;
   unsigned char* pool;

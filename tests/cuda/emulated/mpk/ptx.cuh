@@ -60,6 +60,8 @@ template <int N>
 inline void await_copies() {}
 
 inline int own_lane() { return emulation::thread % 32; }
+inline void hold(int&) {}
+inline void hold(float&) {}
 inline float exp2_fast(float x) { return std::exp2(x); }
 
 // Element (row, column) of the 8 x 8 matrix whose rows stand in four lanes each, two elements a lane; word `w` of their messages.

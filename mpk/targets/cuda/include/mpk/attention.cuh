@@ -51,64 +51,24 @@ struct Shares {
   }
 };
 
-// A step that only decodes (every segment is one row) has a form of its own, because much of what it takes is instructions one after the
-// other: the blocks that a row sees are dealt out to single warps of all splits, one block after the other from the newest one on, and each
-// warp leaves a partial result of its own. Parts of rows stand one after the other; part f is of warp f / splits of split f % splits, and
-// its result in row f / splits of the buffer of partial results, whatever row of the step it is of.
-//
-// A row has as many parts as it takes for none to have more blocks than `most`, which is the least for which there are warps enough. The
-// first task of a step that wants to know computes this, each warp for itself, and leaves it for later ones (Block::notes).
-//
-// Variant: heads, kv_heads, head_dim, window, splits.
+// A step of one row has a form of its own, because nothing else happens meanwhile: its line of blocks is dealt out to all warps of all
+// splits, one block after the other from the newest one on, and each warp leaves a partial result of its own. Rows of the buffer of
+// partial results beyond the first one are free then, so warp w of a split writes row w.
 template <class V>
-struct SingleRows {
-  static constexpr int window = int(V::window), block = kv_block(int(V::head_dim)), splits = int(V::splits), room = WARPS * splits;
+struct OneRow {
+  static constexpr int window = int(V::window), block = kv_block(int(V::head_dim)), splits = int(V::splits);
   static constexpr bool POSSIBLE = splits > 1 && int(V::heads) / int(V::kv_heads) <= TILE_QUERIES && int(V::head_dim) <= 128;
-  uint32_t step;  // number of the step that the rest is of, 0 at first
-  int32_t seen;   // and the window
-  uint16_t begin[MAX_ROWS + 2];  // first part of each row, and the end
+  int position, last, blocks;  // of the row; number of its own block; blocks that it sees
+  int used;                    // splits with work; partial result f < count() is of split f % used, row f / used
 
-  // With fewer warps than twice the rows, rows of different lengths would not be balanced.
-  __device__ __forceinline__ static bool is_form_of(const Context& c, const StepView& s) {
-    return POSSIBLE && s.segment_count == s.rows && 2 * s.rows <= room && c.max_rows >= WARPS;
+  __device__ __forceinline__ explicit OneRow(const StepView& step) {
+    position = step.segments[0].position, last = position / block;
+    blocks = last + 1 - (window > 0 && position >= window ? (position - window + 1) / block : 0);
+    used = blocks < splits ? blocks : splits;
   }
-  // Blocks that the row at `position` sees.
-  __device__ __forceinline__ static int blocks(int position) {
-    return position / block + 1 - (window > 0 && position >= window ? (position - window + 1) / block : 0);
-  }
-  // All lanes of a warp.
-  __device__ __forceinline__ static const SingleRows& of(const Block& b) {
-    static_assert(sizeof(SingleRows) <= NOTE_BYTES && WARPS * splits < 65536, "room for it");
-    SingleRows& own = *reinterpret_cast<SingleRows*>(b.notes + b.warp * (NOTE_BYTES / 16));
-    if (own.step != uint32_t(b.step->number) || own.seen != window) own.plan(*b.step);
-    return own;
-  }
-  // Parts of the only row of a step, by the same rule.
-  __device__ __forceinline__ static int parts_of_one(int blocks) { return blocks <= room ? blocks : parts(blocks, parts(blocks, room)); }
-  // Row of part `f`, if there is such a part.
-  __device__ __forceinline__ int row_of(int f, int rows) const {
-    const int lane = own_lane();
-    return __popc(__ballot_sync(ALL_LANES, lane < rows && int(begin[lane < rows ? lane : 0]) <= f)) - 1;
-  }
-
- private:
-  __device__ __forceinline__ static int parts(int blocks, int most) { return int(unsigned(blocks + most - 1) / unsigned(most)); }
-
-  __device__ __forceinline__ void plan(const StepView& s) {
-    const int lane = own_lane(), rows = s.rows, count = lane < rows ? blocks(s.segments[lane].position) : 0, total = warp_sum(count);
-    // The sum of count / most, each rounded up, is less than (total - rows) / most + rows.
-    int too_few = parts(total, room) - 1, most = max(parts(total - rows, room - rows), 1);
-#pragma unroll 1
-    while (too_few + 1 < most) {
-      const int between = (too_few + most) / 2;
-      (warp_sum(parts(count, between)) <= room ? most : too_few) = between;
-    }
-    const int before = warp_sum_before(parts(count, most), lane);
-    __syncwarp();
-    if (lane <= rows) begin[lane] = uint16_t(before);
-    if (lane == 0) step = uint32_t(s.number), seen = window;
-    __syncwarp();
-  }
+  __device__ __forceinline__ static bool is_form_of(const Context& c, const StepView& step) { return POSSIBLE && step.rows == 1 && c.max_rows >= WARPS; }
+  __device__ __forceinline__ int stride() const { return WARPS * used; }  // of a warp's blocks
+  __device__ __forceinline__ int count() const { return blocks < stride() ? blocks : stride(); }
 };
 
 // A partial result is head_dim sums (not yet divided), the maximum score, the sum of exponentials, and two words for alignment:

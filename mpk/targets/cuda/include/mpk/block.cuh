@@ -21,8 +21,8 @@ namespace mpk {
 
 constexpr int THREADS = WARPS * 32;          // consumer threads, what `run` is called by
 constexpr int BLOCK_THREADS = THREADS + 128;  // and the loader's warp, in a warp group of its own
-// Registers move from the loader's warp group to the consumers': 3 * 128 * 168 are 128 * 40 + 256 * 232.
-constexpr int CONSUMER_REGISTERS = 232, LOADER_REGISTERS = 40;
+// Registers move from the loader's warp group to the consumers': 3 * 128 * 168 are 128 * 56 + 256 * 224.
+constexpr int CONSUMER_REGISTERS = 224, LOADER_REGISTERS = 56;
 constexpr int SCRATCH_BYTES = 64 * 1024;
 constexpr int MAX_ROWS = 16;  // of a step
 constexpr int CONSUMER_BARRIER = 1;  // id of the named barrier of the consumers; 0 is the whole block's
@@ -37,8 +37,6 @@ struct StepView {
   Segment segments[MAX_ROWS];
 };
 
-constexpr int NOTE_BYTES = 48;  // what a warp may keep of a step from task to task
-
 constexpr int RECORDS = 4;  // instructions of a block in shared memory: the one before (of slower warps), the present one, the next two
 
 // Shared memory of a block before the ring.
@@ -51,7 +49,6 @@ struct alignas(128) BlockMemory {
   const Record* volatile first;            // of them
   WaitState waits;
   volatile int64_t arrived_ns, started_ns; // of the present instruction, if traced
-  uint4 notes[WARPS * NOTE_BYTES / 16];
 };
 static_assert(BLOCK_MEMORY_OFFSET + sizeof(BlockMemory) <= RING_OFFSET, "what the host allows for it");
 constexpr int SCRATCH_OFFSET = RING_END;
@@ -66,7 +63,6 @@ struct Block {
   int sm, sms;              // this block and how many there are
   int thread, warp, lane;   // among the consumers
   unsigned char* scratch;   // shared memory, SCRATCH_BYTES, 128-byte aligned; free for the task, undefined at its start
-  uint4* notes;             // shared memory, NOTE_BYTES a warp; zero at the beginning of a launch, then as tasks left it
   WeightRing ring;          // packed weights of the instruction, for kinds whose weights are streamed
   unsigned char* pool;      // prompt steps: shared memory, POOL_BYTES, 1024-byte aligned; undefined at a task's start
   tiles::Ring tiles;        // prompt steps: tiles of products, in the pool
@@ -139,6 +135,10 @@ struct Block {
   __device__ __forceinline__ void sync_group() const { asm volatile("bar.sync %0, 128;" ::"r"(CONSUMER_BARRIER + 1 + warp / 4) : "memory"); }
 };
 
+// Which thread this is, asked of the hardware anew for every task: what follows from it (addresses of fragments, above all) would otherwise
+// be computed once, ahead of the loop over all tasks, and kept in some 50 registers that the tasks do not have.
+__device__ __forceinline__ void find_thread(Block& b) { b.thread = own_thread(), b.warp = b.thread / 32, b.lane = b.thread % 32; }
+
 __device__ __forceinline__ tiles::Ring tile_ring() {
   return {reinterpret_cast<tiles::Control*>(block_shared + TILES_OFFSET), shared_address(block_shared + RING_OFFSET)};
 }
@@ -155,7 +155,7 @@ __device__ __forceinline__ Block make_block(const Arguments& a) {
   b.step = &block_memory().step;
   b.sm = int(blockIdx.x), b.sms = int(gridDim.x);
   b.thread = int(threadIdx.x), b.warp = b.thread / 32, b.lane = b.thread % 32;
-  b.scratch = block_shared + SCRATCH_OFFSET, b.notes = block_memory().notes;
+  b.scratch = block_shared + SCRATCH_OFFSET;
   b.pool = block_shared + RING_OFFSET;
   b.tiles = tile_ring();
   b.arguments = &a;

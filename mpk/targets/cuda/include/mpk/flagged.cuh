@@ -68,28 +68,34 @@ __device__ __forceinline__ uint32_t settled_4(Block& b, const void* p, uint32_t 
   return v;
 }
 
-// Several loads at once: `at(n)` is the address of v[n], where v[n] was loaded (else it is 0). Two pieces are polled together; of more, the
-// thread polls one until it comes and then asks for the rest, since polling everything would take as much of the L2 as weights do.
+// Several loads at once: `at(n)` is the address of v[n], where v[n] was loaded (else it is 0). The last two pieces that are missing are polled until
+// they have come, then the thread asks for the rest: polling everything would take as much of the L2 as weights do.
 template <int N, class At>
 __device__ __forceinline__ void settle_16(Block& b, uint4 (&v)[N], At at) {
-  constexpr int TOGETHER = 2;
   if constexpr (FLAGGED) {
+#pragma unroll 1
     for (uint32_t polls = 0;;) {
-      int missing = -1;
+      int last = -1, before = -1;
 #pragma unroll
       for (int n = 0; n < N; ++n)
-        if (!complete(v[n])) missing = n;
-      if (missing < 0 || !b.may_poll(polls)) return;
-      if constexpr (N > TOGETHER) {
-        uint4 one = load_16(at(missing));
-        while (!complete(one) && b.may_poll(polls)) one = load_16(at(missing));
+        if (!complete(v[n])) before = last, last = n;
+      if (last < 0) return;
+      uint4 x{}, y{};
+      do {
+        if (!b.may_poll(polls)) return;
+        if (before >= 0) y = load_16(at(before));
+        x = load_16(at(last));
+      } while (!complete(x) || !complete(y));
 #pragma unroll
-        for (int n = 0; n < N; ++n)
-          if (n == missing) v[n] = one;
+      for (int n = 0; n < N; ++n) {
+        if (n == last) {
+          v[n] = x;
+        } else if (n == before) {
+          v[n] = y;
+        } else if (!complete(v[n])) {
+          v[n] = load_16(at(n));
+        }
       }
-#pragma unroll
-      for (int n = 0; n < N; ++n)
-        if (!complete(v[n])) v[n] = load_16(at(n));
     }
   }
 }

@@ -64,7 +64,7 @@ __device__ __forceinline__ bool begin_step(const Arguments& a, const Context& c,
     bool goes_on = true;
     for (uint32_t polls = 0; goes_on && !read_step(static_cast<const uint4*>(c.messages), number, b.lane, m.step);) goes_on = __all_sync(ALL_LANES, b.lane != 0 || b.may_poll(polls, true));
     if (b.lane == 0) {
-      m.step.number = number, m.step.previous_rows = before;
+      m.step.number = number, m.step.previous_rows = before, ring_control().one_row = m.step.rows == 1;
       trace(a.launch, m.records[b.place].instruction.task, 1, m.arrived_ns, trace_time(a.launch));
     }
   }
@@ -94,10 +94,6 @@ __device__ __forceinline__ void end_task(const Arguments& a, const Record& recor
   if (m.started_ns != m.arrived_ns) trace(a.launch, record.instruction.task, 1, m.arrived_ns, m.started_ns);
   trace(a.launch, record.instruction.task, 0, m.started_ns, ended);
 }
-
-// Which thread this is, asked of the hardware anew for every task: what follows from it (addresses of fragments, above all) would otherwise
-// be computed once, ahead of the loop over all tasks, and kept in some 50 registers that the tasks do not have.
-__device__ __forceinline__ void find_thread(Block& b) { b.thread = own_thread(), b.warp = b.thread / 32, b.lane = b.thread % 32; }
 
 // Of programs without a graph that reads prompts. (READS: whether there is one.)
 struct NoPrompts {
@@ -243,14 +239,13 @@ __device__ __forceinline__ void run_program(const Arguments& a, Dispatch dispatc
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     tile_ring().prepare();
-    ring_control().shut = 1, ring_control().stop = 0, ring_control().started = 0, ring_control().open = 0;
+    ring_control().shut = 1, ring_control().stop = 0, ring_control().started = 0, ring_control().open = 0, ring_control().one_row = 0;
     const auto* stream_begin = address<const int32_t>(a.launch.stream_begin);
     begin_nothing(block_memory().step);
     block_memory().leave_after = 0, block_memory().spans_used = 0, block_memory().waits.gave_up = 0, block_memory().waits.stall.peer = 0;
     block_memory().count = stream_begin[block + 1] - stream_begin[block];
     block_memory().first = address<const Record>(a.kernel.records) + stream_begin[block];
   }
-  if (thread < WARPS * NOTE_BYTES / 16) block_memory().notes[thread] = uint4{};
   __syncthreads();
   const int count = block_memory().count;
   if (count == 0 && !PromptDispatch::READS) return;  // nothing orders the end of a step behind a block without tasks, so it may not read the step
@@ -261,8 +256,8 @@ __device__ __forceinline__ void run_program(const Arguments& a, Dispatch dispatc
     if (thread > THREADS) return;
     const auto* load_begin = address<const int32_t>(a.kernel.load_begin);
     const auto* loads = address<const LoadRun>(a.kernel.loads);
-    Loader loader(a.kernel);
-    loader.work(address<const unsigned char>(a.launch.weights), loads + load_begin[block], loads + load_begin[block + 1], count);
+    Loader loader(a.kernel, a.launch.weights, loads + load_begin[block], load_begin[block + 1] - load_begin[block]);
+    loader.work(count);
     return;
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));

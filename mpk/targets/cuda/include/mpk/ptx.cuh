@@ -194,6 +194,11 @@ __device__ __forceinline__ void bulk_load(uint32_t to, const void* from, uint32_
                : "memory");
 }
 
+// Brings bytes to the L2. Nothing tells when they are there, or whether they stay: whoever loads them then is only faster or not.
+__device__ __forceinline__ void bulk_prefetch(const void* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 // ---- tensor cores: d[16 x 8] += a[16 x 16] * b[16 x 8], bf16 in, float32 out
 __device__ __forceinline__ void mma(float (&d)[4], uint4 a, uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -254,6 +259,10 @@ __device__ __forceinline__ int own_lane() {
   asm volatile("mov.u32 %0, %laneid;" : "=r"(lane));
   return lane;
 }
+
+// From here on a value stands in a register, and where it came from is forgotten.
+__device__ __forceinline__ void hold(int& v) { asm volatile("" : "+r"(v)); }
+__device__ __forceinline__ void hold(float& v) { asm volatile("" : "+f"(v)); }
 
 // This thread's number in its block, likewise.
 __device__ __forceinline__ int own_thread() {

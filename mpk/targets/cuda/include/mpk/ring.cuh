@@ -26,6 +26,8 @@ struct RingControl {
   Flag stop;         // leave; STOP_*
   Flag open;         // stages may be filled: prompts, whose tasks have the same memory, are read
   Flag started;      // Block::sequence of the last instruction whose inputs have come; for runs without pipelining
+  Flag one_row;      // of the step: only then the L2 has room for weights (of more rows, keys and values go through it)
+  int ahead_run, ahead_at;  // the loader's own: the stage behind those that it has brought to the L2
 };
 
 // Shared memory of a block: control, control of the tiles of prompts (tiles.cuh), what block.cuh says, stages, scratch. Addresses in it are
@@ -62,32 +64,34 @@ struct WeightRing {
   __device__ __forceinline__ void shut(int value) const { ring_control().shut = value; }
 };
 
-// The loader: one thread.
+// The loader: one thread, with few registers: whatever is constant stays among the kernel's arguments.
 class Loader {
  public:
-  __device__ explicit Loader(const Kernel& kernel)
-      : flight_(kernel.flight_bytes), idle_flight_(kernel.flight_idle_bytes), pipelining_(kernel.pipelining) {}
+  // `weights`: their address, among the arguments too; `runs`: of the block in a step, `count` of them.
+  __device__ Loader(const Kernel& kernel, const uint64_t& weights, const LoadRun* runs, int count) : kernel_(kernel), weights_(weights), runs_(runs), count_(count) {}
 
-  // Fetches the stages of all runs [begin, end), step after step, until told to stop.
-  __device__ void work(const unsigned char* weights, const LoadRun* begin, const LoadRun* end, int instructions) {
-    if (begin == end) return;
+  // Fetches the stages of all runs, step after step, until told to stop. `instructions`: of the block in a step.
+  __device__ void work(int instructions) {
+    if (count_ == 0) return;
     while (!ring_control().open)
       if (ring_control().stop) return;
-    LoadRun next = *begin;
+    LoadRun next = *runs_;
     for (int base = 2;; base += instructions + 1) {  // Block::sequence of a step's first instruction: steps count as one as well
-      for (const LoadRun* run = begin; run != end; ++run) {
+      for (run_ = 0; run_ < count_; ++run_) {
         const LoadRun now = next;
-        next = run + 1 == end ? *begin : run[1];  // fetched early: its address is needed when this one is done
-        if (!pipelining_ && !await_start(base + now.instruction)) return drain();
-        const int flight = flight_ / now.bytes, idle_flight = idle_flight_ / now.bytes;
-        const unsigned char* from = weights + now.offset;
-        for (int i = 0; i < now.count; ++i, from += now.stride)
+        next = runs_[after(run_)];  // fetched early: its address is needed when this one is done
+        if (!kernel_.pipelining && !await_start(base + now.instruction)) return drain();
+        const int flight = kernel_.flight_bytes / now.bytes, idle_flight = kernel_.flight_idle_bytes / now.bytes;
+        const unsigned char* from = weights() + now.offset;
+        for (at_ = 0; at_ < now.count; ++at_, from += now.stride)
           if (!load(from, now.bytes, flight, idle_flight)) return drain();
       }
     }
   }
 
  private:
+  __device__ __forceinline__ const unsigned char* weights() const { return address<const unsigned char>(weights_); }
+  __device__ __forceinline__ int after(int run) const { return run + 1 == count_ ? 0 : run + 1; }
   __device__ bool await_start(int instruction) {
     while (ring_control().started - instruction < 0)
       if (ring_control().stop) return false;
@@ -95,9 +99,7 @@ class Loader {
   }
   // flight, idle_flight: most stages on their way.
   __device__ __forceinline__ bool load(const unsigned char* from, int bytes, int flight, int idle_flight) {
-    if (issued_ >= STAGES)
-      while (!barrier_try(empty_barrier(stage_), parity_))
-        if (ring_control().stop) return false;
+    if (!barrier_passed(empty_barrier(stage_), parity_) && !await_empty()) return false;
     while (flying_ >= idle_flight) {
       if (pop()) continue;
       if (flying_ < flight && !ring_control().shut) break;
@@ -107,9 +109,39 @@ class Loader {
     barrier_expect(barrier, bytes);
     bulk_load(stage_slot(stage_), from, bytes, barrier);
     ++flying_;
+    if (ahead_ > 0) --ahead_;
     if (++stage_ == STAGES) stage_ = 0, parity_ ^= 1;
-    if (issued_ < STAGES) ++issued_;
     return true;
+  }
+  // Waits for room in the ring. If it lasts until all that is on its way has come, the memory would have nothing to do: stages that come next are
+  // brought to the L2 then, no faster than the memory can, so that what SMs wait for does not queue behind them.
+  __device__ __forceinline__ bool await_empty() {
+    while (flying_ > 0) {
+      if (barrier_passed(empty_barrier(stage_), parity_)) return true;
+      if (ring_control().stop) return false;
+      pop();
+    }
+    while (ahead_ * STAGE_BYTES < kernel_.prefetch_bytes && ring_control().one_row) {
+      const uint32_t begin = uint32_t(now_ns());
+      fetch_ahead();
+      do {
+        if (barrier_passed(empty_barrier(stage_), parity_)) return true;
+        if (ring_control().stop) return false;
+      } while (uint32_t(now_ns()) - begin < uint32_t(kernel_.prefetch_ns));
+    }
+    while (!barrier_try(empty_barrier(stage_), parity_))
+      if (ring_control().stop) return false;
+    return true;
+  }
+  // The next stage behind those that have been asked for.
+  __device__ __forceinline__ void fetch_ahead() {
+    RingControl& control = ring_control();
+    const int in_run = ahead_ == 0 ? run_ : control.ahead_run, at = ahead_ == 0 ? at_ : control.ahead_at;
+    const LoadRun& run = runs_[in_run];
+    bulk_prefetch(weights() + run.offset + int64_t(at) * run.stride, run.bytes);
+    ++ahead_;
+    const bool last = at + 1 == run.count;
+    control.ahead_run = last ? after(in_run) : in_run, control.ahead_at = last ? 0 : at + 1;
   }
   // Takes note of the arrival of the oldest stage on its way.
   __device__ __forceinline__ bool pop() {
@@ -123,9 +155,13 @@ class Loader {
     while (flying_ > 0) pop();
   }
 
-  int flight_, idle_flight_, pipelining_;
-  int stage_ = 0, oldest_ = 0, issued_ = 0, flying_ = 0;  // flying: stages not known to have arrived
-  uint32_t parity_ = 1, oldest_parity_ = 0;
+  const Kernel& kernel_;
+  const uint64_t& weights_;
+  const LoadRun* runs_;
+  int count_, run_ = 0, at_ = 0;             // the stage that is loaded next: number at_ of run_
+  int stage_ = 0, oldest_ = 0, flying_ = 0;  // flying: stages not known to have arrived
+  uint32_t parity_ = 1, oldest_parity_ = 0;  // a barrier that is new has passed parity 1: the ring is empty
+  int ahead_ = 0;                            // stages in the L2, from the next one on
 };
 
 }  // namespace mpk
