@@ -10,16 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpk import Compiler
 from mpk.codegen import cuda_weights
 from mpk.codegen.cuda_program import CudaProgramBuilder
 from mpk.codegen.cuda_weights import WeightLoader
-from mpk.frontend.source import LoadedModel
 from mpk.models import registry, shapes
 from mpk.models.config import DecoderConfig, RopeScaling
-from mpk.passes import cut_tiles
-from mpk.passes.partition import short_name
+from mpk.passes import cut_tiles, pipeline
+from mpk.passes.partition import Options, short_name
 from mpk.runtime import cuda_device
+from mpk.targets import hardware
 from mpk.tasks.base import kind_of
 from mpk.tasks.matrices import matrix_key
 from mpk.tasks.packing import read_bf16
@@ -136,7 +135,7 @@ def test_every_matrix_arrives_whatever_the_size_of_a_buffer(block: int, config: 
                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cut_tiles, "WORTH_US", 0.0)  # small matrices
     source = shapes.RandomWeights(config, registry.build_graph(config))
-    graph = Compiler("h200", workers=workers).lower_model(LoadedModel(config, source, None, "test"))
+    graph = pipeline.lower(registry.build_graph(config), hardware.load("h200").with_workers(workers), Options(16, 16, "bf16"))
     assert {short_name(op) for op in graph.tensor_graph.operators if kind_of(op).halves and stages_of(op).rows == 8} == halved
     monkeypatch.setattr(cuda_weights, "BLOCK_BYTES", block)
     monkeypatch.setattr(cuda_weights, "PART_BYTES", 3000)
