@@ -183,7 +183,7 @@ def test_a_warp_with_more_blocks_than_lanes_looks_their_pages_up_again() -> None
 
 @pytest.mark.parametrize("case", [c for c in ATTENTION if c.op.attrs["splits"] in (3, 33)], ids=lambda c: c.label)
 def test_attention_takes_inputs_that_come_late_and_in_any_order(case: Case) -> None:
-    for segments in (case.steps[3], case.steps[5], *DECODING[:2], DECODING[-1]):
+    for segments in (case.steps[2], case.steps[3], case.steps[5], case.steps[6], *DECODING[:2], DECODING[-1]):
         run = Attention(case, segments)
         (out, pages), (expected, expected_pages) = (run.execute(2, MAX_ROWS, True, late) for late in (True, False))
         assert np.array_equal(out.view(np.uint32), expected.view(np.uint32)) and np.array_equal(pages, expected_pages), f"{segments}"

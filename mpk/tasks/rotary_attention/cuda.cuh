@@ -327,41 +327,20 @@ class Task {
     for (int q = part; q < TILE_QUERIES; q += parts) {
       const int query = own.query + q;
       if (query >= own.rows() * S::group) return;
-      float factor[WARPS], totals[WARPS], top = minus_infinity(), total = 0.0f;
-      const float* statistics = memory.statistics() + q * WARPS;
-      *reinterpret_cast<float4*>(factor) = *reinterpret_cast<const float4*>(statistics);
-      *reinterpret_cast<float4*>(factor + 4) = *reinterpret_cast<const float4*>(statistics + 4);
-      *reinterpret_cast<float4*>(totals) = *reinterpret_cast<const float4*>(statistics + TILE_QUERIES * WARPS);
-      *reinterpret_cast<float4*>(totals + 4) = *reinterpret_cast<const float4*>(statistics + TILE_QUERIES * WARPS + 4);
-#pragma unroll
-      for (int w = 0; w < WARPS; ++w) {
-        if (w < first || w >= first + used) factor[w] = minus_infinity();
-        top = fmaxf(top, factor[w]);
-      }
-#pragma unroll
-      for (int w = 0; w < WARPS; ++w) {
-        factor[w] = factor[w] == minus_infinity() ? 0.0f : exp2_fast(factor[w] - top);
-        if (factor[w] != 0.0f) total += totals[w] * factor[w];
-      }
+      const Merged<V> merged(memory, q, first, used);
       const int row = own.row() + query / S::group, in_group = query % S::group;
 #pragma unroll
       for (int begin = 0; begin < S::head_dim; begin += 128) {
         const int d = begin + lane * 4;
         if (d >= S::head_dim) continue;
-        float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
-          if (w < first || w >= first + used) continue;
-          const float4 v = *reinterpret_cast<const float4*>(memory.sums(w) + Warp<V>::shelf(q) * S::sum_stride + d);
-          sum.x += factor[w] * v.x, sum.y += factor[w] * v.y, sum.z += factor[w] * v.z, sum.w += factor[w] * v.w;
-        }
+        const float4 sum = merged.sums(memory, q, first, used, d);
         if constexpr (S::splits == 1) {
-          const float inverse = 1.0f / total;
+          const float inverse = 1.0f / merged.total;
           store_8(result_of(row, in_group) + d, {pack_bf16(sum.x * inverse, sum.y * inverse), pack_bf16(sum.z * inverse, sum.w * inverse)});
         } else {
           float* out = partial_of(row, in_group);
           store_16(out + d, Turn<V>::as_words(sum));
-          if (d == 0) store_8(out + S::head_dim, {__float_as_uint(top * LN_2), __float_as_uint(total)});
+          if (d == 0) store_8(out + S::head_dim, {__float_as_uint(merged.top * LN_2), __float_as_uint(merged.total)});
         }
       }
     }
@@ -385,7 +364,6 @@ __device__ void run(const Context& c, const Instruction& i, Block& b) {
     if (OneRow<V>::is_form_of(c, *b.step)) {
 #pragma unroll 1
       for (int tile = i.tile_begin; tile < i.tile_end; ++tile) OneRowTask<V>(c, i, b, tile).run(waited);
-      if (!waited) wait_inputs(b);
       return;
     }
   }

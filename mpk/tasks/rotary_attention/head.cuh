@@ -23,6 +23,43 @@ struct Memory {
   __device__ __forceinline__ bf16* rows(int warp) const { return reinterpret_cast<bf16*>(at + statistics_bytes + warp * place_bytes); }
 };
 
+// What warps [first, first + used) of the block have left of query `q` of a tile, added up in ascending order.
+template <class V>
+struct Merged {
+  using S = Shape<V>;
+  float factor[WARPS], top = minus_infinity(), total = 0.0f;  // of each warp's sums; maximum and sum of exponentials of all
+
+  __device__ __forceinline__ Merged(const Memory<V>& memory, int q, int first, int used) {
+    float totals[WARPS];
+    const float* statistics = memory.statistics() + q * WARPS;
+    *reinterpret_cast<float4*>(factor) = *reinterpret_cast<const float4*>(statistics);
+    *reinterpret_cast<float4*>(factor + 4) = *reinterpret_cast<const float4*>(statistics + 4);
+    *reinterpret_cast<float4*>(totals) = *reinterpret_cast<const float4*>(statistics + TILE_QUERIES * WARPS);
+    *reinterpret_cast<float4*>(totals + 4) = *reinterpret_cast<const float4*>(statistics + TILE_QUERIES * WARPS + 4);
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+      if (w < first || w >= first + used) factor[w] = minus_infinity();
+      top = fmaxf(top, factor[w]);
+    }
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+      factor[w] = factor[w] == minus_infinity() ? 0.0f : exp2_fast(factor[w] - top);
+      if (factor[w] != 0.0f) total += totals[w] * factor[w];
+    }
+  }
+  // Columns d to d + 3.
+  __device__ __forceinline__ float4 sums(const Memory<V>& memory, int q, int first, int used, int d) const {
+    float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+      if (w < first || w >= first + used) continue;
+      const float4 v = *reinterpret_cast<const float4*>(memory.sums(w) + Warp<V>::shelf(q) * S::sum_stride + d);
+      sum.x += factor[w] * v.x, sum.y += factor[w] * v.y, sum.z += factor[w] * v.z, sum.w += factor[w] * v.w;
+    }
+    return sum;
+  }
+};
+
 enum Role { QUERY, KEY, VALUE, NOTHING };
 
 // LANES lanes share one head of one row: a lane has 4 elements of its first half and the 4 that they are rotated against.

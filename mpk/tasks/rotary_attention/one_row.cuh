@@ -1,4 +1,4 @@
-// The form of rotary_attention for a step of one row (OneRow of attention.cuh): every warp by itself, no barrier.
+// The form of rotary_attention for a step of one row (OneRow of attention.cuh): every warp by itself, no barrier unless contexts are long.
 #pragma once
 #include "mpk/wait.cuh"
 #include "rotary_attention/head.cuh"
@@ -12,6 +12,7 @@ class OneRowTask {
   using P = Page<V>;
   using Q = Quad<V>;
   static constexpr int PASSES = (S::group + 2 + Q::A_WARP - 1) / Q::A_WARP;  // over the queries, the key and the value, Q::A_WARP at a time
+  static_assert(!OneRow<V>::POSSIBLE || M::units == WARPS, "a place for the sums of every warp");
   static constexpr int KEY_ROW = TILE_QUERIES, VALUE_ROW = TILE_QUERIES + M::NEW;  // of the warp's place in shared memory
 
  public:
@@ -19,9 +20,27 @@ class OneRowTask {
       : c(c), i(i), b(b), rows(M{b.scratch}.rows(b.warp)), kv_head(tile / S::splits), split(tile % S::splits), line(*b.step) {}
 
   __device__ __forceinline__ void run(bool& waited) {
+    const bool meets = line.meets();
+    const int first = b.warp * line.used + split;
     __syncwarp();  // the memory of the tile before
-    int f = b.warp * line.used + split;
-    if (split >= line.used || f >= line.blocks) return;
+    if (split < line.used && first < line.blocks) attend(first, meets, waited);
+    if (!waited) wait_inputs(b), waited = true;
+    if (!meets) return;
+    b.sync();
+    merge();
+    b.sync();  // before other memory of the block comes in place of the sums
+  }
+
+ private:
+  const Context& c;
+  const Instruction& i;
+  Block& b;
+  bf16* const rows;  // the warp's place in shared memory
+  const int kv_head, split;
+  const OneRow<V> line;
+
+  // Blocks f, f + stride, ... of the line; leaves a partial result, or with `meets` the warp's part of one in shared memory.
+  __device__ __forceinline__ void attend(int f, bool meets, bool& waited) const {
     const bool newest = f == 0;  // the block of the row itself, which is brought and appended here
     Warp<V> warp{};  // on every path: else registers hold what they held, all through the program
     warp.locate();
@@ -63,20 +82,33 @@ class OneRowTask {
       f += line.stride();
     }
     warp.finish();
-    float* partial = flagged<float>(c, i, 2, b) + partial_offset(b.warp, S::heads, kv_head, S::splits, split, S::group, warp.pair * 2, S::head_dim);
+    if (newest) append(keys);
+    if (meets) {
+      __syncwarp();  // the key and value stood where sums come
+      warp.leave(M{b.scratch}.sums(b.warp), M{b.scratch}.statistics() + b.warp);
+      return;
+    }
+    float* partial = partial_of(b.warp, warp.pair * 2);
 #pragma unroll
     for (int q = 0; q < 2; ++q)
       if (warp.pair * 2 + q < S::group) warp.write_partial(partial + q * partial_columns(S::head_dim), q);
-    if (newest) append(keys);
   }
-
- private:
-  const Context& c;
-  const Instruction& i;
-  Block& b;
-  bf16* const rows;  // the warp's place in shared memory
-  const int kv_head, split;
-  const OneRow<V> line;
+  // The split's result of all its warps; a warp merges a query, a lane has four columns.
+  __device__ __forceinline__ void merge() const {
+    const M memory{b.scratch};
+    const int used = line.warps(split), d = own_lane() * 4;
+#pragma unroll 1
+    for (int q = b.warp; q < S::group; q += WARPS) {
+      const Merged<V> merged(memory, q, 0, used);
+      if (d >= S::head_dim) continue;
+      float* out = partial_of(0, q);
+      store_16(out + d, Turn<V>::as_words(merged.sums(memory, q, 0, used, d)));
+      if (d == 0) store_8(out + S::head_dim, {__float_as_uint(merged.top * LN_2), __float_as_uint(merged.total)});
+    }
+  }
+  __device__ __forceinline__ float* partial_of(int row, int in_group) const {
+    return flagged<float>(c, i, 2, b) + partial_offset(row, S::heads, kv_head, S::splits, split, S::group, in_group, S::head_dim);
+  }
 
   // What the warp waits for: heads of the row, and what turns them.
   struct Asked {

@@ -14,6 +14,7 @@ from itertools import pairwise
 
 TILE_QUERIES = 8
 LEAST_BLOCKS = 4
+MOST_RESULTS = 4  # of a split in a step of one row; if there were more, its warps merge them first
 WARPS = 8  # of a block of the CUDA back end
 STATISTICS = 4  # columns behind the sums of a partial result: maximum, sum of exponentials, and two for alignment
 
@@ -48,4 +49,4 @@ def one_row(position: int, window: int, block: int, splits: int) -> list[tuple[i
     """(row of the buffer, split) of every partial result of a step of one row, in the order in which they are merged."""
     blocks = position // block + 1 - (max(position - window + 1, 0) // block if window else 0)
     used = min(blocks, splits)
-    return [(f // used, f % used) for f in range(min(blocks, WARPS * used))]
+    return [(f // used, f % used) for f in range(used if blocks > MOST_RESULTS * splits else blocks)]

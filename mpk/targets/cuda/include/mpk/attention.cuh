@@ -53,13 +53,15 @@ struct Shares {
 
 // A step of one row has a form of its own, because nothing else happens meanwhile: its line of blocks is dealt out to all warps of all
 // splits, one block after the other from the newest one on, and each warp leaves a partial result of its own. Rows of the buffer of
-// partial results beyond the first one are free then, so warp w of a split writes row w.
+// partial results beyond the first one are free then, so warp w of a split writes row w. Where that would be very many results (each head
+// merges its own on one SM), the warps of a split meet first and leave one.
 template <class V>
 struct OneRow {
   static constexpr int window = int(V::window), block = kv_block(int(V::head_dim)), splits = int(V::splits);
   static constexpr bool POSSIBLE = splits > 1 && int(V::heads) / int(V::kv_heads) <= TILE_QUERIES && int(V::head_dim) <= 128;
   int position, last, blocks;  // of the row; number of its own block; blocks that it sees
   int used;                    // splits with work; partial result f < count() is of split f % used, row f / used
+  static constexpr int MOST = 4 * splits;  // results, for which it pays not to meet
 
   __device__ __forceinline__ explicit OneRow(const StepView& step) {
     position = step.segments[0].position, last = position / block;
@@ -68,7 +70,10 @@ struct OneRow {
   }
   __device__ __forceinline__ static bool is_form_of(const Context& c, const StepView& step) { return POSSIBLE && step.rows == 1 && c.max_rows >= WARPS; }
   __device__ __forceinline__ int stride() const { return WARPS * used; }  // of a warp's blocks
-  __device__ __forceinline__ int count() const { return blocks < stride() ? blocks : stride(); }
+  __device__ __forceinline__ bool meets() const { return blocks > MOST; }
+  __device__ __forceinline__ int count() const { return meets() ? used : blocks; }
+  // Warps of `split` that have blocks.
+  __device__ __forceinline__ int warps(int split) const { return min((blocks - split + used - 1) / used, WARPS); }
 };
 
 // A partial result is head_dim sums (not yet divided), the maximum score, the sum of exponentials, and two words for alignment:
