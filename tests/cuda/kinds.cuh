@@ -65,7 +65,7 @@ extern "C" __global__ void TEST_LIMIT run_kind(const TestLaunch t) {
   if (thread >= mpk::THREADS) return mpk::serve_tiles(b.tiles, thread);
   mpk::take_registers();
 #endif
-  b.sm = int(blockIdx.x), b.sms = int(gridDim.x), b.thread = thread, b.warp = thread / 32, b.lane = thread % 32, b.scratch = scratch, b.step = &step;
+  b.thread = thread, b.warp = thread / 32, b.lane = thread % 32, b.scratch = scratch, b.step = &step;
   __shared__ mpk::Context c;
   __shared__ mpk::Instruction i;
   if (thread == 0) c = context_of(t), read_step(c, step), step.previous_rows = t.previous_rows, step.drawn_rows = t.drawn_rows, step.special_rows = t.special_rows;

@@ -306,6 +306,7 @@ __device__ __forceinline__ void run(const Context& c, const Instruction& i, Bloc
   constexpr int shares = int(V::shares);
   wait_inputs(b);
   for (int round = 0;; ++round) {
+    find_thread(b);  // or what follows from it is computed once for all rounds, and kept
     const int n = round * shares + (round % 2 == 0 ? i.tile_begin : shares - 1 - i.tile_begin);
     const Rows rows = rows_of(*b.step, n / S::heads);
     if (!rows.valid) {

@@ -22,12 +22,18 @@ struct Sizes {
   float n, k, epilogue, bias, shares, reserved[11];  // shares: tasks of the operator
 };
 
-// A product of one task.
+// A product of one task, read from its parameters wherever it is needed: kept across the inner loop it would take registers of the sums.
 struct Product {
   int n, epilogue, packed_tiles;  // tiles of 16 rows
   bool biased;
-  uint32_t halves;  // all bits set: packed in tiles of 8 rows
   const float* bias;
+
+  __device__ __forceinline__ Product(const Context& c, const Instruction& i) {
+    const float* params = reinterpret_cast<const float*>(c.params + i.params);
+    const Sizes& sizes = *reinterpret_cast<const Sizes*>(params);
+    n = int(load_float(&sizes.n)), epilogue = int(load_float(&sizes.epilogue)), biased = load_float(&sizes.bias) != 0.0f;
+    bias = params + sizeof(Sizes) / sizeof(float), packed_tiles = (n + columns() - 1) / columns();
+  }
   __device__ __forceinline__ int columns() const { return epilogue == kSwiglu ? 8 : 16; }  // outputs of a packed tile
 };
 
@@ -40,8 +46,9 @@ struct Finish {
   static_assert(tiles::STAGE_COUNT * tiles::STAGE + WARPS * WARP_FLOATS * 4 <= POOL_BYTES, "they stand behind the stages");
 
   // `row`: of the tile's first token; `packed`: the warp's packed tile.
-  static __device__ __forceinline__ void run(const Context& c, const Instruction& i, const Block& b, const Product& p, const float (&d)[WIDTH / 2], int row,
-                                             int packed, int rows) {
+  static __device__ __forceinline__ void run(const Context& c, const Instruction& i, const Block& b, uint32_t halves, const float (&d)[WIDTH / 2], int row, int packed,
+                                             int rows) {
+    const Product p(c, i);
     const int lane = own_lane();
     float* meeting = reinterpret_cast<float*>(b.pool + tiles::STAGE_COUNT * tiles::STAGE);
     float* mine = meeting + b.warp * WARP_FLOATS + lane % 4 * 2 * STRIDE + lane / 4;
@@ -57,7 +64,7 @@ struct Finish {
       }
       if (p.epilogue == kSwiglu) {
         b.sync_group();
-        activate(c, i, b, p, meeting + b.warp / 4 * 4 * WARP_FLOATS, first, packed & ~3, rows);
+        activate(c, i, b, p, halves, meeting + b.warp / 4 * 4 * WARP_FLOATS, first, packed & ~3, rows);
         b.sync_group();
       } else {
         __syncwarp();
@@ -116,16 +123,16 @@ struct Finish {
 
   // A warp group's 32 outputs of 32 tokens: a thread has a 16-byte unit, columns 8 q + 2 unit, + 1, which come from warp q. `packed`: of the
   // group's first warp.
-  static __device__ __forceinline__ void activate(const Context& c, const Instruction& i, const Block& b, const Product& p, const float* sums, int first,
-                                                  int packed, int rows) {
+  static __device__ __forceinline__ void activate(const Context& c, const Instruction& i, const Block& b, const Product& p, uint32_t halves, const float* sums,
+                                                  int first, int packed, int rows) {
     const int thread = b.thread % 128, token = thread / 4, unit = thread % 4, at = first + token;
     if (at >= rows) return;
     uint32_t out[4];
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
       // Rows of gate, then of up; of two tiles of 8 rows: 4 of gate, 4 of up, and again.
-      const float* from = sums + q * WARP_FLOATS + token * STRIDE + (p.halves != 0 ? unit / 2 * 8 + unit % 2 * 2 : unit * 2);
-      float2 gate = *reinterpret_cast<const float2*>(from), up = *reinterpret_cast<const float2*>(from + (p.halves != 0 ? 4 : 8));
+      const float* from = sums + q * WARP_FLOATS + token * STRIDE + (halves != 0 ? unit / 2 * 8 + unit % 2 * 2 : unit * 2);
+      float2 gate = *reinterpret_cast<const float2*>(from), up = *reinterpret_cast<const float2*>(from + (halves != 0 ? 4 : 8));
       const int column = (packed + q) * 8 + unit * 2;
       if (p.biased && column < p.n) {
         const float *gates = p.bias + column, *ups = gates + (p.n + 15) / 16 * 16;
@@ -168,44 +175,41 @@ __device__ __forceinline__ void multiply(tiles::Reader& reader, const Block& b, 
 }
 
 template <int WIDTH>
-__device__ __forceinline__ void compute(const Context& c, const Instruction& i, const Block& b, const Product& p, const tiles::Job& job) {
+// `packed_tiles`: of the matrix; `halves`: all bits set if it is packed in tiles of 8 rows, else none.
+__device__ __forceinline__ void compute(const Context& c, const Instruction& i, const Block& b, int packed_tiles, uint32_t halves, const tiles::Job& job) {
   tiles::Reader reader{b.tiles, job.begin};
   const int pairs = job.chunks / 2;
 #pragma unroll 1
   for (int tile = job.first; tile < job.count; tile += job.step) {
     const int packed = job.weight_tile(tile) * tiles::PACKED_TILES + b.warp;
-    const bool valid = packed < p.packed_tiles;
+    const bool valid = packed < packed_tiles;
     float d[WIDTH / 2];
 #pragma unroll
     for (float& sum : d) sum = 0.0f;
     uint4 even[4] = {}, odd[4] = {};  // defined on every path: else registers would hold what they held, all through the program
 #pragma unroll 1
     for (int pair = 0; pair < pairs; ++pair) {
-      multiply<WIDTH>(reader, b, valid, p.halves, even, d, 1);
+      multiply<WIDTH>(reader, b, valid, halves, even, d, 1);
       wgmma_wait<1>();
       if (pair > 0) reader.release(1, b.lane);
       reader.advance();
-      multiply<WIDTH>(reader, b, valid, p.halves, odd, d, 1);
+      multiply<WIDTH>(reader, b, valid, halves, odd, d, 1);
       wgmma_wait<1>();
       reader.release(1, b.lane);
       reader.advance();
     }
     wgmma_wait<0>();
     reader.release(1, b.lane);
-    Finish<WIDTH>::run(c, i, b, p, d, job.row(tile), packed, job.rows);
+    Finish<WIDTH>::run(c, i, b, halves, d, job.row(tile), packed, job.rows);
   }
 }
 
 template <class V>
 __device__ __forceinline__ void run(const Context& c, const Instruction& i, Block& b) {
-  const float* params = reinterpret_cast<const float*>(c.params + i.params);
-  const Sizes& sizes = *reinterpret_cast<const Sizes*>(params);
-  Product p{};
-  p.n = int(__ldg(&sizes.n)), p.epilogue = int(__ldg(&sizes.epilogue));
-  p.packed_tiles = (p.n + p.columns() - 1) / p.columns();
-  p.biased = __ldg(&sizes.bias) != 0.0f, p.bias = params + sizeof(Sizes) / sizeof(float);
+  const Product p(c, i);
   wait_inputs(b);
   if (b.thread == 0) {
+    const Sizes& sizes = *reinterpret_cast<const Sizes*>(c.params + i.params);
     const int k = int(__ldg(&sizes.k)), shares = int(__ldg(&sizes.shares)), rows = b.step->rows;
     const int weight_tiles = (p.packed_tiles + tiles::PACKED_TILES - 1) / tiles::PACKED_TILES;
     const int64_t* places = c.places + i.iargs[0];
@@ -220,11 +224,11 @@ __device__ __forceinline__ void run(const Context& c, const Instruction& i, Bloc
   }
   b.sync();
   const tiles::Job& job = b.tiles.control->job;
-  p.halves = job.tile_rows == tiles::PACKED_ROWS ? 0u : ~0u;
+  const uint32_t halves = job.tile_rows == tiles::PACKED_ROWS ? 0u : ~0u;
   if (job.width == tiles::WIDEST)
-    compute<tiles::WIDEST>(c, i, b, p, job);
+    compute<tiles::WIDEST>(c, i, b, p.packed_tiles, halves, job);
   else
-    compute<tiles::WIDEST / 2>(c, i, b, p, job);
+    compute<tiles::WIDEST / 2>(c, i, b, p.packed_tiles, halves, job);
 }
 
 }  // namespace mpk::prompt_linear

@@ -13,7 +13,7 @@ constexpr bool waits_inside = true;
 template <class V>
 __device__ __forceinline__ void run(const Context& c, const Instruction& i, Block& b) {
   constexpr int hidden = int(V::hidden), shares = int(V::shares), rounds = (hidden + 255) / 256;  // of 256 columns a warp
-  const float* norm = reinterpret_cast<const float*>(c.params + i.params);
+  constexpr bool HELD = rounds <= 8;  // a row stands in registers meanwhile; with the norm's weights beside it there is no room for a wider one
   wait_inputs(b);
   for (int row = i.tile_begin * WARPS + b.warp; row < b.step->rows; row += shares * WARPS) {
     if constexpr (V::all_logits)
@@ -23,25 +23,36 @@ __device__ __forceinline__ void run(const Context& c, const Instruction& i, Bloc
     const int lane = own_lane(), own = lane / 4 * 32 + lane % 4 * 2;
     const auto there = [&](int r, int q) { return (r + 1) * 256 <= hidden || r * 256 + own + q * 8 < hidden; };
     const bf16* from = operand<bf16>(c, i, 0) + int64_t(row) * hidden + own;
+    const auto load = [&](int r, uint32_t (&x)[4]) {
+#pragma unroll
+      for (int q = 0; q < 4; ++q) x[q] = there(r, q) ? load_4(from + (r * 256 + q * 8)) : 0u;
+    };
     uint32_t x[rounds][4];
     float sum = 0.0f;
+    if constexpr (HELD) {
 #pragma unroll
-    for (int r = 0; r < rounds; ++r)
-#pragma unroll
-      for (int q = 0; q < 4; ++q) x[r][q] = there(r, q) ? load_4(from + (r * 256 + q * 8)) : 0u;
-#pragma unroll
-    for (int r = 0; r < rounds; ++r)
-#pragma unroll
-      for (int q = 0; q < 4; ++q) sum += low(x[r][q]) * low(x[r][q]) + high(x[r][q]) * high(x[r][q]);
-    const float scale = rsqrtf(warp_sum(sum) * (1.0f / hidden) + float(V::eps));
-#pragma unroll
+      for (int r = 0; r < rounds; ++r) load(r, x[r]);
+    }
+#pragma unroll(HELD ? rounds : 4)
     for (int r = 0; r < rounds; ++r) {
-      uint32_t y[4];
+      uint32_t again[4];
+      if constexpr (!HELD) load(r, again);
+      const uint32_t(&v)[4] = HELD ? x[r] : again;
+#pragma unroll
+      for (int q = 0; q < 4; ++q) sum += low(v[q]) * low(v[q]) + high(v[q]) * high(v[q]);
+    }
+    const float* norm = reinterpret_cast<const float*>(c.params + i.params) + own;  // here, so that it is not kept
+    const float scale = rsqrtf(warp_sum(sum) * (1.0f / hidden) + float(V::eps));
+#pragma unroll(HELD ? rounds : 4)
+    for (int r = 0; r < rounds; ++r) {
+      uint32_t again[4], y[4];
+      if constexpr (!HELD) load(r, again);
+      const uint32_t(&v)[4] = HELD ? x[r] : again;
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
         float2 g{};
-        if (there(r, q)) g = __ldg(reinterpret_cast<const float2*>(norm + own + (r * 256 + q * 8)));
-        y[q] = pack_bf16(low(x[r][q]) * scale * g.x, high(x[r][q]) * scale * g.y);
+        if (there(r, q)) g = __ldg(reinterpret_cast<const float2*>(norm + (r * 256 + q * 8)));
+        y[q] = pack_bf16(low(v[q]) * scale * g.x, high(v[q]) * scale * g.y);
       }
       const int column = r * 256 + own;
       if ((r + 1) * 256 <= hidden || column < (hidden + 63) / 64 * 64)

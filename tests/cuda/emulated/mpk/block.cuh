@@ -28,7 +28,7 @@ struct WeightRing {
 
 struct Block {
   const StepView* step;
-  int sm, sms, thread, warp, lane;
+  int thread, warp, lane;
   unsigned char* scratch;
   WeightRing ring;
   int round;
@@ -48,6 +48,7 @@ struct Block {
   bool stopping() const { return false; }
 };
 
+inline void find_thread(const Block&) {}
 inline void serve_tiles(const tiles::Ring&, int) {}
 inline void take_registers() {}
 

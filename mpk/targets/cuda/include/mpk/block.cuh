@@ -49,6 +49,9 @@ struct alignas(128) BlockMemory {
   const Record* volatile first;            // of them
   WaitState waits;
   volatile int64_t arrived_ns, started_ns; // of the present instruction, if traced
+  volatile int prompt_count, prompt_place;  // prompt steps: instructions of this block in one; which is the present one
+  const Record* volatile prompt_first;      // of them
+  volatile int64_t prompt_number;           // of the step, from 1
 };
 static_assert(BLOCK_MEMORY_OFFSET + sizeof(BlockMemory) <= RING_OFFSET, "what the host allows for it");
 constexpr int SCRATCH_OFFSET = RING_END;
@@ -60,7 +63,6 @@ static_assert(TILES_OFFSET + sizeof(tiles::Control) <= BLOCK_MEMORY_OFFSET, "con
 
 struct Block {
   const StepView* step;     // in shared memory, complete and constant while a task runs
-  int sm, sms;              // this block and how many there are
   int thread, warp, lane;   // among the consumers
   unsigned char* scratch;   // shared memory, SCRATCH_BYTES, 128-byte aligned; free for the task, undefined at its start
   WeightRing ring;          // packed weights of the instruction, for kinds whose weights are streamed
@@ -153,7 +155,6 @@ __device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.
 __device__ __forceinline__ Block make_block(const Arguments& a) {
   Block b{};
   b.step = &block_memory().step;
-  b.sm = int(blockIdx.x), b.sms = int(gridDim.x);
   b.thread = int(threadIdx.x), b.warp = b.thread / 32, b.lane = b.thread % 32;
   b.scratch = block_shared + SCRATCH_OFFSET;
   b.pool = block_shared + RING_OFFSET;

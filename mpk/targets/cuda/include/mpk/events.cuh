@@ -52,8 +52,8 @@ __device__ __forceinline__ bool await_event(const Arguments& a, WaitState& w, in
 // Every block that gives up says what it waited for: the host looks for the earliest task among them, which is where it began.
 __device__ __forceinline__ void report(const Arguments& a, const WaitState& w) {
   Stall stall = w.stall;
-  stall.worker = int32_t(blockIdx.x);
-  address<Stall>(a.launch.stall)[blockIdx.x] = stall;
+  stall.worker = own_block();
+  address<Stall>(a.launch.stall)[stall.worker] = stall;
   atomicCAS(address<int32_t>(a.kernel.stop), RESULT_DONE, RESULT_STALLED);
 }
 

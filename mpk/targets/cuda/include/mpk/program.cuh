@@ -31,7 +31,7 @@ __device__ __forceinline__ void trace(const Launch& l, int task, int phase, int6
   BlockMemory& m = block_memory();
   const int used = m.spans_used;
   if (l.spans == 0 || used >= l.span_capacity) return;
-  address<Span>(l.spans)[blockIdx.x * l.span_capacity + used] = Span{task, phase, begin, end};
+  address<Span>(l.spans)[int64_t(own_block()) * l.span_capacity + used] = Span{task, phase, begin, end};
   m.spans_used = used + 1;
 }
 __device__ __forceinline__ int64_t trace_time(const Launch& l) { return l.spans != 0 ? now_ns() : 0; }
@@ -136,41 +136,55 @@ __device__ __forceinline__ bool run_prompt_instruction(const Arguments& a, const
   return true;
 }
 
-// All prompt steps; false: the program stops. `Dispatch` runs the tasks of the prompt graph.
+// All prompt steps; false: the program stops. `Dispatch` runs the tasks of the prompt graph. What the loops need between tasks stands in shared
+// memory, or is asked for again: tasks of prompts need all registers there are. (Thread 0 writes it where the others have met and not gone on.)
 template <class Dispatch>
 __device__ __forceinline__ bool read_prompts(const Arguments& a, const Context& c, Dispatch dispatch) {
   BlockMemory& m = block_memory();
-  Block b = make_block(a);  // its own: what changes here is not kept in registers afterwards
   const Kernel& k = a.kernel;
-  const auto* stream_begin = address<const int32_t>(k.prompt_stream_begin);
-  const Record* first = address<const Record>(k.prompt_records) + stream_begin[b.sm];
-  const int count = stream_begin[b.sm + 1] - stream_begin[b.sm];
-  if (b.sm == k.prompt_planner) {
+  Block b = make_block(a);  // its own: what changes here is not kept in registers afterwards
+  if (b.thread == 0) {
+    const auto* stream_begin = address<const int32_t>(k.prompt_stream_begin);
+    const int block = own_block(), begin = stream_begin[block];
+    m.prompt_first = address<const Record>(k.prompt_records) + begin, m.prompt_count = stream_begin[block + 1] - begin;
+    m.prompt_number = 1;
+  }
+  b.sync();
+  if (own_block() == k.prompt_planner) {
     prompts::plan(c, b, true);
     b.sync();
     if (b.thread == 0) fence_release(), add_relaxed(counter(k, k.prompt_event), 1);
   }
-  const bool fetches = b.warp == 1;
-  for (int64_t number = 1; count > 0; ++number) {  // nothing orders the end of a step behind a block without tasks, so it may not read it
+  while (m.prompt_count > 0) {  // nothing orders the end of a step behind a block without tasks, so it may not read it
+    find_thread(b);
     ++b.sequence;
-    if (b.thread == 0 && !await_event(a, m.waits, k.prompt_event, number, k.prompt_task, number)) b.leave();
+    if (b.thread == 0) {
+      const int64_t number = m.prompt_number;
+      m.prompt_place = -1, m.prompt_number = number + 1;
+      if (!await_event(a, m.waits, k.prompt_event, number, k.prompt_task, number)) b.leave();
+    }
     b.sync();
     if (leaving(b)) return false;
-    if (fetches) fetch_record(&m.records[0], first, b.lane);
+    if (b.warp == 1) fetch_record(&m.records[0], m.prompt_first, b.lane);
     if (!read_prompt_step(c, b.thread, m.step)) break;
-    for (int i = 0; i < count; ++i) {
-      b.place = i % 2;
-      if (fetches) await_records();
+    for (;;) {
+      find_thread(b);
+      if (b.thread == 0) m.prompt_place = m.prompt_place + 1;  // others read it after this barrier, and not after the one behind the task
+      if (b.warp == 1) await_records();
       b.sync();
-      if (fetches && i + 1 < count) fetch_record(&m.records[1 - b.place], first + i + 1, b.lane);
+      const int i = m.prompt_place;
+      if (i == m.prompt_count) break;
+      b.place = i % 2;
+      if (b.warp == 1 && i + 1 < m.prompt_count) fetch_record(&m.records[1 - b.place], m.prompt_first + i + 1, b.lane);
       if (!run_prompt_instruction(a, c, b, m.records[b.place], dispatch)) return false;
     }
   }
+  find_thread(b);
   if (b.thread == 0) {
-    if (b.sm == k.prompt_planner) fence_release(), add_relaxed(counter(k, k.prompt_over), 1);
-    if (count == 0 && !await_event(a, m.waits, k.prompt_over, 1, k.prompt_task, 0)) b.leave();
+    if (own_block() == k.prompt_planner) fence_release(), add_relaxed(counter(k, k.prompt_over), 1);
+    if (m.prompt_count == 0 && !await_event(a, m.waits, k.prompt_over, 1, k.prompt_task, 0)) b.leave();
   }
-  if (fetches) await_records();
+  if (b.warp == 1) await_records();
   fence_async();  // the ring of weights comes where tasks have had their memory
   b.sync();
   return !leaving(b);
@@ -189,7 +203,7 @@ __device__ __forceinline__ void consume(const Arguments& a, Dispatch dispatch, P
   bool left = false;
   if constexpr (PromptDispatch::READS) left = !read_prompts(a, c, prompt_dispatch);
   Block b = make_block(a);
-  const bool plans = b.sm == a.kernel.planner, fetches = b.warp == 1;
+  const bool plans = own_block() == a.kernel.planner, fetches = b.warp == 1;
   if (b.thread == 0) {
     begin_nothing(m.step);
     ring_control().started = 0, ring_control().open = 1;
@@ -224,14 +238,14 @@ __device__ __forceinline__ void consume(const Arguments& a, Dispatch dispatch, P
   } while (!left && begin_step(a, c, b));
   if (b.thread == 0) {
     if (m.waits.gave_up) report(a, m.waits);
-    if (a.launch.spans != 0) address<int64_t>(a.launch.span_count)[b.sm] = m.spans_used;
+    if (a.launch.spans != 0) address<int64_t>(a.launch.span_count)[own_block()] = m.spans_used;
     if (ring_control().stop == 0) ring_control().stop = STOP_DONE;
   }
 }
 
 template <class Dispatch, class PromptDispatch = NoPrompts>
 __device__ __forceinline__ void run_program(const Arguments& a, Dispatch dispatch, PromptDispatch prompt_dispatch = {}) {
-  const int thread = int(threadIdx.x), block = int(blockIdx.x);
+  const int thread = own_thread(), block = own_block();
   if (thread == 0) {
     for (int s = 0; s < STAGES; ++s) {
       barrier_init(full_barrier(s), 1);

@@ -260,6 +260,13 @@ __device__ __forceinline__ int own_lane() {
   return lane;
 }
 
+// And of its block.
+__device__ __forceinline__ int own_block() {
+  int block;
+  asm volatile("mov.u32 %0, %ctaid.x;" : "=r"(block));
+  return block;
+}
+
 // From here on a value stands in a register, and where it came from is forgotten.
 __device__ __forceinline__ void hold(int& v) { asm volatile("" : "+r"(v)); }
 __device__ __forceinline__ void hold(float& v) { asm volatile("" : "+f"(v)); }
