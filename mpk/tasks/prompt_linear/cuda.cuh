@@ -223,6 +223,7 @@ __device__ __forceinline__ void run(const Context& c, const Instruction& i, Bloc
     b.tiles.post(job);
   }
   b.sync();
+  b.tiles.announce();
   const tiles::Job& job = b.tiles.control->job;
   const uint32_t halves = job.tile_rows == tiles::PACKED_ROWS ? 0u : ~0u;
   if (job.width == tiles::WIDEST)

@@ -16,6 +16,7 @@ struct Ring {
   uint32_t stages;
   void prepare() const {}
   void post(const Job& job) const { control->job = job; }
+  void announce() const {}
 };
 
 struct Reader {

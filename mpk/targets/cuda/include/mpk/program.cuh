@@ -206,9 +206,10 @@ __device__ __forceinline__ void consume(const Arguments& a, Dispatch dispatch, P
   const bool plans = own_block() == a.kernel.planner, fetches = b.warp == 1;
   if (b.thread == 0) {
     begin_nothing(m.step);
-    ring_control().started = 0, ring_control().open = 1;
+    ring_control().started = 0;
     b.tiles.control->stop = 1;
   }
+  if (MPK_CHECKED || b.thread == 0) barrier_arrive(open_barrier());
   left = left || m.count == 0;
   int i = plans ? m.count - 1 : m.count;
   b.sequence = plans ? -1 : 0;
@@ -251,9 +252,10 @@ __device__ __forceinline__ void run_program(const Arguments& a, Dispatch dispatc
       barrier_init(full_barrier(s), 1);
       barrier_init(empty_barrier(s), WARPS * WARP_ARRIVALS);
     }
+    barrier_init(open_barrier(), OPENERS);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     tile_ring().prepare();
-    ring_control().shut = 1, ring_control().stop = 0, ring_control().started = 0, ring_control().open = 0, ring_control().one_row = 0;
+    ring_control().shut = 1, ring_control().stop = 0, ring_control().started = 0, ring_control().one_row = 0;
     const auto* stream_begin = address<const int32_t>(a.launch.stream_begin);
     begin_nothing(block_memory().step);
     block_memory().leave_after = 0, block_memory().spans_used = 0, block_memory().waits.gave_up = 0, block_memory().waits.stall.peer = 0;

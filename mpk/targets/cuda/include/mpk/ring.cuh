@@ -22,9 +22,9 @@ static_assert(STAGES <= MAX_STAGES, "a barrier for every stage");
 // What loader and consumers of one block share, besides the stages.
 struct RingControl {
   uint64_t full[MAX_STAGES], empty[MAX_STAGES];
+  uint64_t open;     // a barrier: prompts, whose tasks have the same memory, are read, so stages may be filled
   Flag shut;         // 1: inputs are on their way, so few weights may be (small messages queue behind bulk copies)
   Flag stop;         // leave; STOP_*
-  Flag open;         // stages may be filled: prompts, whose tasks have the same memory, are read
   Flag started;      // Block::sequence of the last instruction whose inputs have come; for runs without pipelining
   Flag one_row;      // of the step: only then the L2 has room for weights (of more rows, keys and values go through it)
   int ahead_run, ahead_at;  // the loader's own: the stage behind those that it has brought to the L2
@@ -38,6 +38,9 @@ extern __shared__ __align__(1024) unsigned char block_shared[];
 __device__ __forceinline__ RingControl& ring_control() { return *reinterpret_cast<RingControl*>(block_shared); }
 __device__ __forceinline__ uint32_t full_barrier(int stage) { return shared_address(block_shared) + offsetof(RingControl, full) + stage * 8; }
 __device__ __forceinline__ uint32_t empty_barrier(int stage) { return shared_address(block_shared) + offsetof(RingControl, empty) + stage * 8; }
+__device__ __forceinline__ uint32_t open_barrier() { return shared_address(block_shared) + offsetof(RingControl, open); }
+// Consumers that arrive there: one behind a barrier of all; in checked builds all, since race detectors do not follow the former.
+constexpr int OPENERS = MPK_CHECKED ? WARPS * 32 : 1;
 __device__ __forceinline__ uint32_t stage_slot(int stage) { return shared_address(block_shared) + RING_OFFSET + stage * STAGE_BYTES; }
 constexpr int STOP_DONE = 1, STOP_STARVED = 2, STOP_STALLED = 3;
 
@@ -73,7 +76,7 @@ class Loader {
   // Fetches the stages of all runs, step after step, until told to stop. `instructions`: of the block in a step.
   __device__ void work(int instructions) {
     if (count_ == 0) return;
-    while (!ring_control().open)
+    while (!barrier_try(open_barrier(), 0))
       if (ring_control().stop) return;
     LoadRun next = *runs_;
     for (int base = 2;; base += instructions + 1) {  // Block::sequence of a step's first instruction: steps count as one as well
