@@ -82,8 +82,8 @@ class OneRowTask {
       f += line.stride();
     }
     warp.finish();
-    if (newest) append(keys);
     if (meets) {
+      if (newest) append(keys);
       __syncwarp();  // the key and value stood where sums come
       warp.leave(M{b.scratch}.sums(b.warp), M{b.scratch}.statistics() + b.warp);
       return;
@@ -92,6 +92,7 @@ class OneRowTask {
 #pragma unroll
     for (int q = 0; q < 2; ++q)
       if (warp.pair * 2 + q < S::group) warp.write_partial(partial + q * partial_columns(S::head_dim), q);
+    if (newest) append(keys);  // nobody waits for it
   }
   // The split's result of all its warps; a warp merges a query, a lane has four columns.
   __device__ __forceinline__ void merge() const {

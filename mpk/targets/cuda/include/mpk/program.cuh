@@ -160,11 +160,12 @@ __device__ __forceinline__ bool read_prompts(const Arguments& a, const Context& 
     ++b.sequence;
     if (b.thread == 0) {
       const int64_t number = m.prompt_number;
-      m.prompt_place = -1, m.prompt_number = number + 1;
+      m.prompt_number = number + 1;
       if (!await_event(a, m.waits, k.prompt_event, number, k.prompt_task, number)) b.leave();
     }
-    b.sync();
+    b.sync();  // and all have seen that the step before is over
     if (leaving(b)) return false;
+    if (b.thread == 0) m.prompt_place = -1;
     if (b.warp == 1) fetch_record(&m.records[0], m.prompt_first, b.lane);
     if (!read_prompt_step(c, b.thread, m.step)) break;
     for (;;) {
