@@ -43,12 +43,15 @@ WHOLE = [cuda_case(c, rows) for c in CASES if supported(c) for rows in (TILE_ROW
 
 @functools.cache
 def library() -> Any:
-    """All variants of the cases in one kernel, by their place."""
-    lines = ['#include "linear/cuda.cuh"']
+    """All variants of the cases in one kernel, by their place; as in a program, those that may share a body do."""
+    lines, shared = ['#include "linear/cuda.cuh"'], dict[object, list[int]]()
     for number, case in enumerate(WHOLE):
         constants = kind_of(case.op).variant(case.op, case.graph, "bf16")
         lines.append(f"struct V{number} {{ {' '.join(f'static constexpr {constant(n, v)};' for n, v in constants.items())} }};")
-    bodies = " ".join(f"case {n}: return mpk::linear::run<V{n}>(c, i, b);" for n in range(len(WHOLE)))
+        shared.setdefault(kind_of(case.op).body(case.op, case.graph), []).append(number)
+    assert len(shared) < len(WHOLE) / 3
+    lines.append(f"const mpk::linear::Product products[] = {{ {', '.join(f'mpk::linear::product_of<V{n}>()' for n in range(len(WHOLE)))} }};")
+    bodies = " ".join("".join(f"case {n}: " for n in numbers) + f"return mpk::linear::run<V{numbers[0]}>(c, i, b, products[opcode]);" for numbers in shared.values())
     lines.append(f"inline void run_body(int opcode, const mpk::Context& c, const mpk::Instruction& i, mpk::Block& b) {{ switch (opcode) {{ {bodies} }} }}")
     return cuda_emulator.library("\n".join(lines) + "\n" + (SOURCES / "kinds.cuh").read_text(), "linear")
 

@@ -18,10 +18,10 @@ from mpk.frontend.source import LoadedModel
 from mpk.graph.order import STEP_EVENT
 from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.models import registry, shapes
-from mpk.models.config import DecoderConfig, RopeScaling
+from mpk.models.config import DecoderConfig, RopeScaling, first_layers
 from mpk.passes import pipeline
 from mpk.passes.memory import lay_out_params
-from mpk.passes.partition import Options
+from mpk.passes.partition import Options, short_name
 from mpk.runtime import cuda_device
 from mpk.runtime.cuda_engine import earliest
 from mpk.runtime.interpreter import ReferenceProgram
@@ -266,3 +266,29 @@ def test_tasks_of_the_head_are_slices_and_the_planner_has_the_shortest() -> None
     closing = graph.events[graph.tasks[-1].waits[-1]]
     assert not closing.carried and not any(graph.operator(t).attrs.get("ephemeral") for t in closing.producers)
     assert {graph.tasks[t].worker for t in closing.producers} == {0, 1, 2, 3} - {graph.tasks[-1].worker}
+
+
+@pytest.mark.parametrize(("name", "ranks", "expected"), [
+    ("Llama-3.1-8B", 1, {("qkv", "o", "gate_up", "down")}), ("Qwen3-0.6B", 1, {("qkv", "o", "gate_up", "down")}),
+    ("Llama-3.1-8B", 2, {("qkv",), ("gate_up",), ("o", "down"), ("logits_part",)}), ("SmolLM2-135M", 1, {("qkv", "o", "gate_up"), ("down",)})])
+def test_products_that_are_cut_alike_share_a_body(name: str, ranks: int, expected: set[tuple[str, ...]]) -> None:
+    config = first_layers(shapes.shape(name), 2)
+    graph = pipeline.lower(registry.build_graph(config), hardware.load("h200"), Options(16, 16, "bf16", ranks))
+    builder = CudaProgramBuilder(graph)
+    assert sorted(opcode for body in builder.bodies for opcode in body.opcodes) == list(range(len(builder.variants)))
+    of_opcode: dict[int, list[str]] = {}
+    for op, opcode in zip(graph.tensor_graph.operators, builder.opcodes, strict=True):
+        of_opcode.setdefault(opcode, []).append(short_name(op))
+    found = {tuple(dict.fromkeys(name for opcode in body.opcodes for name in of_opcode[opcode])) for body in builder.bodies if body.shared}
+    assert found == expected
+    text = builder.text(10)
+    for body in builder.bodies:
+        assert text.count(f"mpk::{body.kind}::run<{body.struct}>(context, instruction, block") == 1
+        assert (f"held({body.kind}_products[instruction.opcode])" in text) or not body.shared
+
+
+def test_what_the_loader_may_bring_to_the_l2_stands_in_the_description() -> None:
+    plan = hardware.load("h200").kernel
+    assert plan is not None and plan.prefetch_bytes > plan.stages * plan.stage_bytes and plan.prefetch_ns > 0
+    assert {"prefetch_bytes", "prefetch_ns"} <= set(layout.dtype("Kernel").names or ())
+    assert hardware.load("b200").kernel is None or hardware.load("b200").kernel.prefetch_bytes == 0  # type: ignore[union-attr]

@@ -80,7 +80,10 @@ class EmulatedProgram:
         kinds = sorted({v.kind for _, v in variants})
         lines = [f'#include "{kind}/cuda.cuh"' for kind in kinds]
         lines += [f"struct {v.struct} {{ {' '.join(f'static constexpr {text};' for text in v.constants)} }};" for _, v in variants]
-        bodies = " ".join(f"case {n}: return mpk::{v.kind}::run<{v.struct}>(c, i, b);" for n, v in variants)
+        lines += [f"const mpk::{kind}::Product {kind}_products[] = {{ {', '.join(f'mpk::{kind}::product_of<{v.struct}>()' if v.kind == kind else '{}' for v in self.builder.variants)} }};"
+                  for kind in sorted({body.kind for body in self.builder.bodies if body.shared})]
+        bodies = " ".join("".join(f"case {n}: " for n in body.opcodes) + f"return mpk::{body.kind}::run<{body.struct}>(c, i, b{f', {body.kind}_products[opcode]' * body.shared});"
+                          for body in self.builder.bodies if body.kind not in HOST)
         lines.append(f"inline void run_body(int opcode, const mpk::Context& c, const mpk::Instruction& i, mpk::Block& b) {{ switch (opcode) {{ {bodies} }} }}")
         return cuda_emulator.library("\n".join(lines) + "\n" + (SOURCES / "kinds.cuh").read_text(), *kinds)
 
