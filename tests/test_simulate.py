@@ -29,11 +29,11 @@ PLAIN = WorkerCost(event_us=0.0, port_gb_s=1e9)  # nothing costs anything but wh
 
 
 def device(workers: int, worker: WorkerCost = PLAIN, *, bandwidth: float = 1000.0, stages: int = 10, flight: int = 4, idle_flight: int = 4,
-           **cost: float) -> Machine:
-    """A machine with a ring of `stages` stages, of which `flight` (`idle_flight`) may be on their way; every task costs `cost`."""
+           prefetch: int = 0, **cost: float) -> Machine:
+    """A machine with a ring of `stages` stages, of which `flight` (`idle_flight`) may be on their way, and `prefetch` in the L2 behind them; every task costs `cost`."""
     target = hardware.load("h200").with_workers(workers)
     assert target.kernel is not None
-    plan = replace(target.kernel, stages=stages, flight_bytes=flight * STAGE, flight_idle_bytes=idle_flight * STAGE)
+    plan = replace(target.kernel, stages=stages, flight_bytes=flight * STAGE, flight_idle_bytes=idle_flight * STAGE, prefetch_bytes=prefetch * STAGE, prefetch_ns=1000)
     kinds = (KindCost("default", **cost), KindCost("advance"))  # type: ignore[arg-type]
     return Machine("test", replace(target, kernel=plan), bandwidth, worker, kinds, LaunchCost(graph_us=2.0, gap_us=2.0, eager_us=5.0), l2_mb=50.0)
 
@@ -136,6 +136,19 @@ def test_a_release_waits_for_copies_that_are_on_their_way() -> None:
     draining = simulate(graph, target=device(2, replace(worker, fence_drains=1.0)), steps=1)
     assert float(quiet.by_task("ready", 0)[2]) / 1e6 == pytest.approx(0.1)
     assert float(draining.by_task("ready", 0)[2]) / 1e6 == pytest.approx(5.0 + 4 * STAGE / 1e6, abs=0.01)  # 3 of this step, 1 of the next
+
+
+def test_behind_a_full_ring_stages_come_to_the_l2_at_their_pace() -> None:
+    """The second task waits for 50 us: 4 stages are in the ring, and as many more in the L2 as time and its limit allow. From there they need no memory time."""
+    queues = [[(1, ())], [(20, (0,))]]
+    def last(**given: int) -> float:
+        s = simulate(tasks(queues), target=device(2, replace(PLAIN, l2_us=0.0), bandwidth=4.0, stages=4, end=50.0, **given), steps=1)
+        return ended(s, 1) - ended(s, 0) - 50
+    stage_us = STAGE / 4e3
+    assert last() == pytest.approx(16 * stage_us, rel=0.02)
+    assert last(prefetch=3) == pytest.approx(13 * stage_us, rel=0.02)
+    slow = last(prefetch=16)  # 5 stages have come to the ring and the first worker by 20 us, and one more every 4.1 us
+    assert 16 * stage_us - 50 < slow < last(prefetch=3)
 
 
 def test_weights_are_fetched_across_steps() -> None:

@@ -89,7 +89,6 @@ extern "C" __global__ void __launch_bounds__(mpk::BLOCK_THREADS, 1) run_lab(cons
     for (auto& record : m.records) record.instruction.wait_count = 0, record.instruction.signal_count = 0;
     m.step.rows = 0, m.step.segment_count = t.segments, m.step.number = 0, m.step.previous_rows = 0;
     for (int s = 0; s < t.segments; ++s) m.step.segments[s] = t.segment[s];
-    for (uint4& note : m.notes) note = uint4{};
   }
   __syncthreads();
   if (thread >= THREADS) {
@@ -116,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(mpk::BLOCK_THREADS, 1) run_lab(cons
       Instruction in{};
       in.layer = layer, in.params = 0;
       const auto mark = [&](int what, int64_t at) {
-        if (thread == 0 && step == t.steps) times[(layer * 6 + what) * int64_t(gridDim.x) + b.sm] = at;
+        if (thread == 0 && step == t.steps) times[(layer * 6 + what) * int64_t(gridDim.x) + own_block()] = at;
       };
       // the stand-in product
       in.operand[0] = layer == 0 ? 0 : t.hop_only ? t.qkv + (layer - 1) * t.qkv_bytes : t.attn + (layer - 1) * t.attn_bytes;
@@ -131,19 +130,19 @@ extern "C" __global__ void __launch_bounds__(mpk::BLOCK_THREADS, 1) run_lab(cons
       bf16* qkv = flagged<bf16>(c, in, 1, b);
       constexpr int WORDS = WIDTH / 2, EACH = (WORDS + 131) / 132;
       for (int n = thread; n < EACH * rows; n += THREADS) {
-        const int word = b.sm * EACH + n % EACH, row = n / EACH;
+        const int word = own_block() * EACH + n % EACH, row = n / EACH;
         const uint32_t bits = uint32_t(word * 2654435761u + row * 40503u + layer * 977u);
         if (word < WORDS) put_4(qkv + row * WIDTH + word * 2, (bits & 0x80ff80ffu) | 0x3f003f00u);
       }
       for (int n = thread; n < EACH * rows_to_clear(b); n += THREADS) {
-        const int word = b.sm * EACH + n % EACH, row = n / EACH;
+        const int word = own_block() * EACH + n % EACH, row = n / EACH;
         if (word < WORDS) clear_4(other_copy(c, qkv, b) + row * WIDTH + word * 2);
       }
       mark(0, now_ns());
       if (t.hop_only) continue;
       // attention
       in.operand[0] = t.qkv + layer * t.qkv_bytes, in.operand[1] = t.rope, in.operand[2] = t.partial + layer * t.partial_bytes;
-      in.tile_begin = TILES * b.sm / int(gridDim.x), in.tile_end = TILES * (b.sm + 1) / int(gridDim.x);
+      in.tile_begin = TILES * own_block() / int(gridDim.x), in.tile_end = TILES * (own_block() + 1) / int(gridDim.x);
       ++b.sequence;
       if (thread == 0) m.started_ns = 0;
       b.sync();
@@ -154,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(mpk::BLOCK_THREADS, 1) run_lab(cons
       }
       // merge
       in.operand[0] = t.partial + layer * t.partial_bytes, in.operand[1] = t.attn + layer * t.attn_bytes;
-      in.tile_begin = HEADS * b.sm / int(gridDim.x), in.tile_end = HEADS * (b.sm + 1) / int(gridDim.x);
+      in.tile_begin = HEADS * own_block() / int(gridDim.x), in.tile_end = HEADS * (own_block() + 1) / int(gridDim.x);
       ++b.sequence;
       if (thread == 0) m.started_ns = 0;
       b.sync();

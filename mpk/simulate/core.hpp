@@ -3,7 +3,8 @@
 // Times are whole picoseconds, kept in one heap ordered by (time, order of insertion), so that the same input gives the same result
 // to the last digit. A worker has two roles. Its consumer executes its queue in order: wait for events, fetch the input, use up the
 // stages of the task, finish, publish. Its loader streams stages through the ring exactly as mpk/targets/cuda/include/mpk/ring.cuh
-// does: at most `stages` unreleased, at most `idle_flight` bytes on their way, or `flight` while a product has its input.
+// does: at most `stages` unreleased, at most `idle_flight` bytes on their way, or `flight` while a product has its input. While the ring is full and all
+// has come, the next stages, up to `prefetch` bytes, are brought to the L2, one a `prefetch_pace`; from there they come without standing in line.
 //
 // Device memory is one server that serves requests in the order of their issue; since every worker has a bounded number of bytes on
 // their way, that shares bandwidth equally among those who ask. SMs do not get equal shares: `share[w]` scales how long worker w stands in
@@ -15,6 +16,7 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
+#include <deque>
 #include <queue>
 #include <vector>
 
@@ -41,9 +43,9 @@ struct Task {
 
 struct Machine {
   double memory_ps_per_byte, port_ps_per_byte, load_ps_per_byte, link_ps_per_byte, queue_share, fence_drains, spread;
-  Time memory_latency, issue, event, flag, poll, fence, step, link_latency;
+  Time memory_latency, issue, event, flag, poll, fence, step, link_latency, l2_latency, prefetch_pace;
   int32_t workers, events, waits, tasks, steps, step_event;
-  int32_t ring_stages, flight, idle_flight, window, pipelining, unused;
+  int32_t ring_stages, flight, idle_flight, window, pipelining, prefetch;
 };
 
 // What happened to one task in one step; times since the beginning, kNever where there was nothing.
@@ -85,7 +87,7 @@ class Simulator {
   int64_t events() const { return order_; }
 
  private:
-  enum Kind : int32_t { kStageArrives, kStageEnds, kIssue, kReady, kBegin, kEnd, kPublish, kChunkArrives, kChunkEnds, kChunkIssue, kPoll, kMessage };
+  enum Kind : int32_t { kStageArrives, kStageEnds, kIssue, kReady, kBegin, kEnd, kPublish, kChunkArrives, kChunkEnds, kChunkIssue, kPoll, kMessage, kFetchAhead };
   struct Event {
     Time time;
     int64_t order;
@@ -99,6 +101,11 @@ class Simulator {
     size_t load = 0;
     int32_t load_step = 0, load_stage = 0;
     int64_t issued = 0, arrived = 0, released = 0, started = 0;
+    // what is in the L2 from the next stage on: when each stage has come there; the place behind the last one
+    std::deque<Time> ahead;
+    size_t ahead_load = 0;
+    int32_t ahead_step = 0, ahead_stage = 0;
+    bool ahead_pending = false;
     bool shut = true, issue_pending = false;
     Time port_free = 0, last_arrival = 0;
     // the present task
@@ -130,6 +137,7 @@ class Simulator {
       case kChunkEnds: ++k.used, k.busy = false; fetch(e.worker, e.time); use(e.worker, e.time); return;
       case kChunkIssue: k.chunk_pending = false; fetch(e.worker, e.time); return;
       case kPoll: poll(e.worker, e.time); return;
+      case kFetchAhead: k.ahead_pending = false; load(e.worker, e.time); return;
       case kMessage: return;
     }
   }
@@ -153,19 +161,20 @@ class Simulator {
       const int32_t index = k.loads[k.load];
       const Task& task = tasks_[index];
       if (!m_.pipelining && k.started <= int64_t(k.load_step) * (begin_[w + 1] - begin_[w]) + index - begin_[w]) return;
-      if (k.issued - k.released >= m_.ring_stages) return;
+      if (k.issued - k.released >= m_.ring_stages) return fetch_ahead(w, t);
       const int64_t flying = k.issued - k.arrived;
       if (flying >= std::max(1, m_.idle_flight / task.stage_bytes) && (k.shut || flying >= std::max(1, m_.flight / task.stage_bytes))) return;
       if (t < k.port_free) {
         if (!k.issue_pending) k.issue_pending = true, push(k.port_free, kIssue, w);
         return;
       }
-      k.last_arrival = std::max(k.last_arrival, request(w, t, task.stage_bytes));
+      k.last_arrival = std::max(k.last_arrival, k.ahead.empty() ? request(w, t, task.stage_bytes) : std::max(k.ahead.front(), t) + m_.l2_latency);
+      if (!k.ahead.empty()) k.ahead.pop_front();
       k.port_free = t + port(task.stage_bytes);
       push(k.last_arrival, kStageArrives, w);
       if (k.load_step < m_.steps) {
         Record& r = records_[int64_t(k.load_step) * m_.tasks + index];
-        if (k.load_stage == 0) r.load_begun = t;
+        if (r.load_begun == kNever) r.load_begun = t;
         r.load_ended = k.last_arrival;
       }
       ++k.issued;
@@ -173,6 +182,23 @@ class Simulator {
       k.load_stage = 0;
       if (++k.load == k.loads.size()) k.load = 0, ++k.load_step;
     }
+  }
+
+  // One more stage to the L2, if nothing is on its way; the next one a pace later, if the ring is still full.
+  void fetch_ahead(int w, Time t) {
+    Worker& k = workers_[w];
+    if (k.issued > k.arrived || k.ahead_pending) return;
+    if (k.ahead.empty()) k.ahead_load = k.load, k.ahead_step = k.load_step, k.ahead_stage = k.load_stage;
+    const Task& task = tasks_[k.loads[k.ahead_load]];
+    if (int64_t(k.ahead.size() + 1) * task.stage_bytes > m_.prefetch || k.ahead_step > m_.steps) return;
+    k.ahead.push_back(request(w, t, task.stage_bytes));
+    if (k.ahead_stage == 0 && k.ahead_step < m_.steps) records_[int64_t(k.ahead_step) * m_.tasks + k.loads[k.ahead_load]].load_begun = t;
+    if (++k.ahead_stage == task.stages) {
+      k.ahead_stage = 0;
+      if (++k.ahead_load == k.loads.size()) k.ahead_load = 0, ++k.ahead_step;
+    }
+    k.ahead_pending = true;
+    push(t + m_.prefetch_pace, kFetchAhead, w);
   }
 
   // ---- consumer

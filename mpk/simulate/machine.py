@@ -59,6 +59,7 @@ class WorkerCost:
     memory without queueing. `issue_us`, `port_gb_s`: the loader asks for a stage every issue_us + bytes / port_gb_s;
     `load_gb_s`: a consumer asks for what it loads itself at this rate (0: at the loader's). `queue_share`: part
     of the queue for device memory in which an activation stands too. `memory_share`: of the target's bandwidth that a program reaches. `window_kb`: most that a consumer has on its way itself.
+    `l2_us`: of a stage that is in the L2 already.
     `shares`: quantiles over workers of how long they stand in the queue, mean 1; `spread`: each single request up to this part longer or
     shorter.
     """
@@ -76,6 +77,7 @@ class WorkerCost:
     queue_share: float = 0.0
     memory_share: float = 1.0
     window_kb: float = 64.0
+    l2_us: float = 0.6
     spread: float = 0.0
     shares: tuple[float, ...] = (1.0,)
 

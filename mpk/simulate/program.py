@@ -25,9 +25,9 @@ TASK = np.dtype([*((n, np.int64) for n in ("earliest", "before", "start", "stage
                  *((n, np.int32) for n in ("stages", "stage_bytes", "group_stages", "chunks", "chunk_bytes", "flags", "wait_begin", "wait_count",
                                            "signal_begin", "signal_count", "source", "unused"))])
 MACHINE = np.dtype([*((n, np.float64) for n in ("memory_ps_per_byte", "port_ps_per_byte", "load_ps_per_byte", "link_ps_per_byte", "queue_share", "fence_drains", "spread")),
-                    *((n, np.int64) for n in ("memory_latency", "issue", "event", "flag", "poll", "fence", "step", "link_latency")),
+                    *((n, np.int64) for n in ("memory_latency", "issue", "event", "flag", "poll", "fence", "step", "link_latency", "l2_latency", "prefetch_pace")),
                     *((n, np.int32) for n in ("workers", "events", "waits", "tasks", "steps", "step_event", "ring_stages", "flight", "idle_flight",
-                                              "window", "pipelining", "unused"))])
+                                              "window", "pipelining", "prefetch"))])
 RECORD = np.dtype([*((n, np.int64) for n in ("arrived", "ready", "begun", "ended", "published", "starved", "peer", "load_begun", "load_ended", "sent")),
                    ("cause", np.int32), ("via", np.int32)])
 
@@ -75,7 +75,7 @@ def build(graph: SMTaskGraph, machine: Machine, step: Step, steps: int, pipelini
         tasks[f"{name}_begin"] = np.cumsum([0, *values[:-1]])
     tasks["source"] = _sources(graph)
     begin = np.cumsum([0, *(len(q) for q in graph.queues)]).astype(np.int32)
-    return Program(_machine(graph, machine, len(waits), steps, pipelining), tasks, ids, begin, np.array(waits, np.int32), np.array(signals, np.int32),
+    return Program(_machine(graph, machine, len(waits), steps, pipelining, work), tasks, ids, begin, np.array(waits, np.int32), np.array(signals, np.int32),
                    np.array([e.threshold for e in graph.events], np.int32), _via(graph), machine.shares(graph.num_workers), work)
 
 
@@ -98,7 +98,7 @@ def rebuild(program: Program, graph: SMTaskGraph, machine: Machine, steps: int, 
     _times(tasks, graph, machine, program.ids, program.work)
     for name in ("wait_begin", "wait_count", "signal_begin", "signal_count", "source"):
         tasks[name] = program.tasks[name]
-    return replace(program, tasks=tasks, machine=_machine(graph, machine, len(program.waits), steps, pipelining), shares=machine.shares(graph.num_workers))
+    return replace(program, tasks=tasks, machine=_machine(graph, machine, len(program.waits), steps, pipelining, program.work), shares=machine.shares(graph.num_workers))
 
 
 def _via(graph: SMTaskGraph) -> np.ndarray:
@@ -161,8 +161,9 @@ def _one(cost: KindCost, w: Work, streams: bool, gflop_s: float) -> tuple[int, .
     return (0, *times, w.link, w.stages, w.stage_bytes, w.group, chunks, chunk_bytes, flags, 0, 0, 0, 0, -1, 0)
 
 
-def _machine(graph: SMTaskGraph, machine: Machine, waits: int, steps: int, pipelining: bool) -> np.ndarray:
+def _machine(graph: SMTaskGraph, machine: Machine, waits: int, steps: int, pipelining: bool, work: np.ndarray) -> np.ndarray:
     worker, plan = machine.worker, machine.target.kernel
+    ahead = plan is not None and pipelining and int(work[:, Work._fields.index("rows")].max()) == 1  # as ring.cuh does, with one row only
     if plan is not None and graph.flight is not None:
         plan = replace(plan, flight_bytes=graph.flight[0], flight_idle_bytes=graph.flight[1])
     m = np.zeros(1, MACHINE)
@@ -175,6 +176,7 @@ def _machine(graph: SMTaskGraph, machine: Machine, waits: int, steps: int, pipel
         "workers": graph.num_workers, "events": len(graph.events), "waits": waits, "tasks": len(graph.tasks), "steps": steps,
         "step_event": STEP_EVENT if graph.tasks[-1].kind == "advance" and graph.events else -1,
         "ring_stages": plan.stages if plan else 1, "flight": plan.flight_bytes if plan else 1, "idle_flight": plan.flight_idle_bytes if plan else 1,
+        "l2_latency": worker.l2_us * PS, "prefetch_pace": (plan.prefetch_ns if plan else 0) * PS / 1e3, "prefetch": plan.prefetch_bytes if plan and ahead else 0,
         "window": worker.window_kb * 1024, "pipelining": pipelining, "fence_drains": worker.fence_drains}
     for name, value in values.items():
         m[name] = round(value) if np.issubdtype(MACHINE[name], np.integer) else value
