@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.resources import spills
 from mpk import Compiler
 from mpk.codegen import cuda_source, layout, nvrtc
 from mpk.codegen.cuda_program import CudaProgramBuilder
@@ -292,3 +293,11 @@ def test_what_the_loader_may_bring_to_the_l2_stands_in_the_description() -> None
     assert plan is not None and plan.prefetch_bytes > plan.stages * plan.stage_bytes and plan.prefetch_ns > 0
     assert {"prefetch_bytes", "prefetch_ns"} <= set(layout.dtype("Kernel").names or ())
     assert hardware.load("b200").kernel is None or hardware.load("b200").kernel.prefetch_bytes == 0  # type: ignore[union-attr]
+
+
+def test_spills_are_listed_by_the_lines_that_make_them() -> None:
+    text = "\n".join(['\t.section\t.text.mpk_run,"ax",@progbits', '\t//## File "/src/mpk/program.cuh", line 7 inlined at "/src/program.cu", line 9',
+                      '\t//## File "/src/program.cu", line 9', "        /*0010*/                   LDL R4, [R1+0x8] ;", "        /*0020*/                   IADD3 R4, R4, 0x1, RZ ;",
+                      '\t//## File "/src/linear/cuda.cuh", line 3', "        /*0030*/                   STL [R1+0x8], R4 ;",
+                      '\t.section\t.text.mpk_pack,"ax",@progbits', "        /*0000*/                   LDL R2, [R1] ;"])
+    assert list(spills(text)) == [("LDL", "mpk/program.cuh:7 < src/program.cu:9"), ("STL", "linear/cuda.cuh:3")]
