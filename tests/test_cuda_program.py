@@ -24,7 +24,7 @@ from mpk.passes import pipeline
 from mpk.passes.memory import lay_out_params
 from mpk.passes.partition import Options, short_name
 from mpk.runtime import cuda_device
-from mpk.runtime.cuda_engine import earliest
+from mpk.runtime.cuda_engine import earliest, launch_plan
 from mpk.runtime.interpreter import ReferenceProgram
 from mpk.targets import hardware
 from mpk.tasks.base import kind_of
@@ -301,3 +301,12 @@ def test_spills_are_listed_by_the_lines_that_make_them() -> None:
                       '\t//## File "/src/linear/cuda.cuh", line 3', "        /*0030*/                   STL [R1+0x8], R4 ;",
                       '\t.section\t.text.mpk_pack,"ax",@progbits', "        /*0000*/                   LDL R2, [R1] ;"])
     assert list(spills(text)) == [("LDL", "mpk/program.cuh:7 < src/program.cu:9"), ("STL", "linear/cuda.cuh:3")]
+
+
+def test_a_graph_chooses_its_bytes_in_flight_and_without_pipelining_nothing_is_fetched_ahead() -> None:
+    graph, _ = lowered()
+    plan = hardware.load("h200").kernel
+    assert plan is not None and launch_plan(graph, True) == plan
+    assert launch_plan(graph, False) == replace(plan, prefetch_bytes=0)
+    graph.flight = (49152, 16384)
+    assert launch_plan(graph, True) == replace(plan, flight_bytes=49152, flight_idle_bytes=16384)

@@ -38,6 +38,14 @@ def shared_bytes(plan: KernelPlan) -> int:
     return RING_OFFSET + plan.stages * plan.stage_bytes + SCRATCH_BYTES
 
 
+def launch_plan(graph: SMTaskGraph, pipelining: bool) -> KernelPlan:
+    """The target's plan of the kernel, with what the graph has chosen; without pipelining nothing is fetched for later instructions."""
+    plan = hardware.load(graph.target).kernel
+    assert plan is not None
+    flight = graph.flight or (plan.flight_bytes, plan.flight_idle_bytes)
+    return replace(plan, flight_bytes=flight[0], flight_idle_bytes=flight[1], prefetch_bytes=plan.prefetch_bytes if pipelining else 0)
+
+
 class LoadedProgram:
     """A program, its tables and its weights in the memory of one device."""
 
@@ -103,10 +111,7 @@ class CudaEngine(Engine):
             self.params = self.prompt.join_params(self.params, self.source)
         self.tables = self.builder.cuda_tables()
         self.prompt_tables = None if self.prompt is None else self.prompt.prompt_tables(self.tables.waits, self.tables.signals)
-        plan = hardware.load(self.graph.target).kernel
-        assert plan is not None
-        flight = self.graph.flight or (plan.flight_bytes, plan.flight_idle_bytes)
-        self.plan = replace(plan, flight_bytes=flight[0], flight_idle_bytes=flight[1])
+        self.plan = launch_plan(self.graph, self.pipelining)
         self._loaded: dict[int, LoadedProgram] = {}
 
     def locate(self, task: int) -> tuple[SMTaskGraph, int]:

@@ -15,7 +15,7 @@ from mpk.frontend.shard_source import shard_sources
 from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.passes.memory import lay_out_params
 from mpk.runtime.cuda_device import Device, device_count
-from mpk.runtime.cuda_engine import CudaExecutor, LoadedProgram, check_device, shared_bytes
+from mpk.runtime.cuda_engine import CudaExecutor, LoadedProgram, check_device, launch_plan, shared_bytes
 from mpk.runtime.cuda_peers import PeerMemory, addresses, connect
 from mpk.runtime.engine import BuildProgress, Engine
 from mpk.runtime.group import FlagBases, check_device_ids, copy_request, messages_of, most_steps
@@ -43,9 +43,7 @@ class CudaGroupEngine(Engine):
     def __post_init__(self) -> None:
         self.params = [lay_out_params(self.graph, source) for source in self.sources]  # instructions hold their places
         self.tables = self.builder.cuda_tables()
-        plan = hardware.load(self.graph.target).kernel
-        assert plan is not None
-        self.plan = plan
+        self.plan = launch_plan(self.graph, self.pipelining)
         self._loaded: dict[tuple[int, int], LoadedProgram] = {}
 
     def devices(self, device_ids: Sequence[int] | None) -> list[int]:

@@ -1,10 +1,10 @@
 // linear: 16 rows of weights a tile (16 output columns, or 8 gate and 8 up rows), or half as many, times up to 16 rows of input, on tensor cores.
 //
 // Operands: input [rows][k] bf16, output [rows][n] bf16 (float32 for gathered logits), residual [rows][n] bf16, what is added to the
-// product if V::epilogue says so (it may be the output itself); all but float32 ones are flagged. Parameters: norm [k] if V::norm, then bias
-// if V::bias (padded to whole panels; swiglu: gate, then up). If iargs[0] is set, the input is instead the rows of the step's tokens in the
+// product if the epilogue says so (it may be the output itself); all but float32 ones are flagged. Parameters: norm [k] if there is one, then bias
+// if there is one (padded to whole panels; swiglu: gate, then up). If iargs[0] is set, the input is instead the rows of the step's tokens in the
 // matrix of embeddings, to which `weights` then points (a word of it must not be EMPTY, which is a pair of NaNs; not with kSend). Variant: n, k,
-// eps, norm, bias, epilogue, gather_logit_rows, tile_columns; for kSend also columns, ranks, two_shot_rows, and the output is a peer buffer.
+// eps, norm, bias, epilogue, gather_logit_rows, tile_columns; for kSend also columns, ranks, two_shot_rows, and the output is a peer buffer. Code is compiled for what `Shape` takes from a variant; the rest is a `Product`.
 //
 // Each of the 8 warps owns a contiguous eighth of the columns (tiles.cuh has how it multiplies); sums over warps are taken in a fixed order,
 // once a group of up to 8 tiles. A norm's weight multiplies the input (rounded to bf16 once); its scale, one number a row, multiplies the sums.

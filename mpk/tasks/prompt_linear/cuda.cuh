@@ -174,8 +174,8 @@ __device__ __forceinline__ void multiply(tiles::Reader& reader, const Block& b, 
   wgmma_commit();
 }
 
-template <int WIDTH>
 // `packed_tiles`: of the matrix; `halves`: all bits set if it is packed in tiles of 8 rows, else none.
+template <int WIDTH>
 __device__ __forceinline__ void compute(const Context& c, const Instruction& i, const Block& b, int packed_tiles, uint32_t halves, const tiles::Job& job) {
   tiles::Reader reader{b.tiles, job.begin};
   const int pairs = job.chunks / 2;
