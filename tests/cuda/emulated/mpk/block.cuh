@@ -24,6 +24,7 @@ struct WeightRing {
   uint32_t wait() const { return emulation::SHARED_BYTES + taken * STAGE_BYTES; }
   void release(int) { __syncwarp(), ++taken; }
   void shut(int) {}
+  void spare(int) {}
 };
 
 struct Block {

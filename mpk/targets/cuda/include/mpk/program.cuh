@@ -64,7 +64,7 @@ __device__ __forceinline__ bool begin_step(const Arguments& a, const Context& c,
     bool goes_on = true;
     for (uint32_t polls = 0; goes_on && !read_step(static_cast<const uint4*>(c.messages), number, b.lane, m.step);) goes_on = __all_sync(ALL_LANES, b.lane != 0 || b.may_poll(polls, true));
     if (b.lane == 0) {
-      m.step.number = number, m.step.previous_rows = before, ring_control().one_row = m.step.rows == 1;
+      m.step.number = number, m.step.previous_rows = before, ring_control().spare = m.step.rows == 1;
       trace(a.launch, m.records[b.place].instruction.task, 1, m.arrived_ns, trace_time(a.launch));
     }
   }
@@ -256,7 +256,7 @@ __device__ __forceinline__ void run_program(const Arguments& a, Dispatch dispatc
     barrier_init(open_barrier(), OPENERS);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     tile_ring().prepare();
-    ring_control().shut = 1, ring_control().stop = 0, ring_control().started = 0, ring_control().one_row = 0;
+    ring_control().shut = 1, ring_control().stop = 0, ring_control().started = 0, ring_control().spare = 0;
     const auto* stream_begin = address<const int32_t>(a.launch.stream_begin);
     begin_nothing(block_memory().step);
     block_memory().leave_after = 0, block_memory().spans_used = 0, block_memory().waits.gave_up = 0, block_memory().waits.stall.peer = 0;

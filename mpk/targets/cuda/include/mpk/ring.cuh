@@ -26,8 +26,11 @@ struct RingControl {
   Flag shut;         // 1: inputs are on their way, so few weights may be (small messages queue behind bulk copies)
   Flag stop;         // leave; STOP_*
   Flag started;      // Block::sequence of the last instruction whose inputs have come; for runs without pipelining
-  Flag one_row;      // of the step: only then the L2 has room for weights (of more rows, keys and values go through it)
-  int ahead_run, ahead_at;  // the loader's own: the stage behind those that it has brought to the L2
+  Flag spare;        // 1: the L2 has room for weights; 0: keys and values go through it, of many rows or of a long context
+  // The loader's own: the stages behind those that it has brought to the L2, `ahead_left` of run `ahead_run`. Registers are few, and global
+  // memory is a trip to the L2 a stage.
+  int64_t ahead_from;
+  int ahead_stride, ahead_bytes, ahead_left, ahead_run;
 };
 
 // Shared memory of a block: control, control of the tiles of prompts (tiles.cuh), what block.cuh says, stages, scratch. Addresses in it are
@@ -65,6 +68,7 @@ struct WeightRing {
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
   __device__ __forceinline__ void shut(int value) const { ring_control().shut = value; }
+  __device__ __forceinline__ void spare(int value) const { ring_control().spare = value; }
 };
 
 // The loader: one thread, with few registers: whatever is constant stays among the kernel's arguments.
@@ -124,7 +128,7 @@ class Loader {
       if (ring_control().stop) return false;
       pop();
     }
-    while (ahead_ * STAGE_BYTES < kernel_.prefetch_bytes && ring_control().one_row) {
+    while (ahead_ * STAGE_BYTES < kernel_.prefetch_bytes && ring_control().spare) {
       const uint32_t begin = uint32_t(now_ns());
       fetch_ahead();
       do {
@@ -139,12 +143,19 @@ class Loader {
   // The next stage behind those that have been asked for.
   __device__ __forceinline__ void fetch_ahead() {
     RingControl& control = ring_control();
-    const int in_run = ahead_ == 0 ? run_ : control.ahead_run, at = ahead_ == 0 ? at_ : control.ahead_at;
-    const LoadRun& run = runs_[in_run];
-    bulk_prefetch(weights() + run.offset + int64_t(at) * run.stride, run.bytes);
+    if (ahead_ == 0) look_at(run_, at_);
+    const int64_t from = control.ahead_from;
+    const int left = control.ahead_left - 1;
+    bulk_prefetch(weights() + from, control.ahead_bytes);
     ++ahead_;
-    const bool last = at + 1 == run.count;
-    control.ahead_run = last ? after(in_run) : in_run, control.ahead_at = last ? 0 : at + 1;
+    control.ahead_from = from + control.ahead_stride, control.ahead_left = left;
+    if (left == 0) look_at(after(control.ahead_run), 0);
+  }
+  __device__ __forceinline__ void look_at(int in_run, int at) {
+    RingControl& control = ring_control();
+    const LoadRun run = runs_[in_run];
+    control.ahead_from = run.offset + int64_t(at) * run.stride, control.ahead_stride = run.stride, control.ahead_bytes = run.bytes;
+    control.ahead_left = run.count - at, control.ahead_run = in_run;
   }
   // Takes note of the arrival of the oldest stage on its way.
   __device__ __forceinline__ bool pop() {
