@@ -41,11 +41,15 @@ def prepare(target: str, shape: str, tp: int) -> None:
     """Lower a shape and compile its program; both stay in the cache."""
     from mpk import frontend
     from mpk.codegen.cuda_program import CudaProgramBuilder, compile_cuda_program
+    from mpk.codegen.prompt_program import PromptProgram
+    from mpk.runtime.cuda_engine import prompt_graph
     from mpk.targets import hardware
 
-    plan = hardware.load(target).kernel
-    assert plan is not None
-    compile_cuda_program(CudaProgramBuilder(compiler_of(target, tp).lower_model(frontend.load(shape, shapes=True))), plan)
+    described = hardware.load(target)
+    assert described.kernel is not None
+    graph = compiler_of(target, tp).lower_model(frontend.load(shape, shapes=True))
+    builder = CudaProgramBuilder(graph)
+    compile_cuda_program(builder, described.kernel, PromptProgram(prompt_graph(graph, described), builder) if tp == 1 else None)
 
 
 def record(target: str, names: list[str], path: Path, limit_s: float, tp: int) -> None:

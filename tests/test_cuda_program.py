@@ -24,7 +24,7 @@ from mpk.passes import pipeline
 from mpk.passes.memory import lay_out_params
 from mpk.passes.partition import Options, short_name
 from mpk.runtime import cuda_device
-from mpk.runtime.cuda_engine import earliest, launch_plan
+from mpk.runtime.cuda_engine import earliest, launch_plan, weights_of_a_layer
 from mpk.runtime.interpreter import ReferenceProgram
 from mpk.targets import hardware
 from mpk.tasks.base import kind_of
@@ -306,7 +306,16 @@ def test_spills_are_listed_by_the_lines_that_make_them() -> None:
 def test_a_graph_chooses_its_bytes_in_flight_and_without_pipelining_nothing_is_fetched_ahead() -> None:
     graph, _ = lowered()
     plan = hardware.load("h200").kernel
-    assert plan is not None and launch_plan(graph, True) == plan
-    assert launch_plan(graph, False) == replace(plan, prefetch_bytes=0)
+    assert plan is not None and plan.attention_bytes > 0
+    small = replace(plan, attention_bytes=0)  # a layer of the ring's size: attention goes first
+    assert launch_plan(graph, True) == small
+    assert launch_plan(graph, False) == replace(small, prefetch_bytes=0)
     graph.flight = (49152, 16384)
-    assert launch_plan(graph, True) == replace(plan, flight_bytes=49152, flight_idle_bytes=16384)
+    assert launch_plan(graph, True) == replace(small, flight_bytes=49152, flight_idle_bytes=16384)
+
+
+@pytest.mark.parametrize(("name", "megabytes", "waits"), [("Qwen3-0.6B", 31.457280, False), ("Llama-3.1-8B", 436.207616, True)])
+def test_only_weights_of_large_layers_are_fetched_while_attention_reads_a_short_context(name: str, megabytes: float, waits: bool) -> None:
+    graph = pipeline.lower(registry.build_graph(first_layers(shapes.shape(name), 2)), hardware.load("h200"), Options(16, 16, "bf16"))
+    assert weights_of_a_layer(graph) == int(megabytes * 1e6)
+    assert (launch_plan(graph, True).attention_bytes > 0) == waits

@@ -145,6 +145,7 @@ STRUCTS: dict[str, list[Field]] = {
         ("flight_idle_bytes", "int32_t", 1),
         ("prefetch_bytes", "int32_t", 1),  # weights behind a full ring that are brought to the L2, a block; 0: none
         ("prefetch_ns", "int32_t", 1),  # least time from one stage of them to the next
+        ("attention_bytes", "int32_t", 1),  # more keys and values of a layer: none while attention reads them
         ("peers", "uint64_t", MAX_RANKS),  # addresses of the peer memory of every rank
         ("pipelining", "int32_t", 1),  # 0: weights are fetched only once their instruction's events have come
         # Of the graph that reads prompts; zeros where the program has none.

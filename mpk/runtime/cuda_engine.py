@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,11 +40,24 @@ def shared_bytes(plan: KernelPlan) -> int:
 
 
 def launch_plan(graph: SMTaskGraph, pipelining: bool) -> KernelPlan:
-    """The target's plan of the kernel, with what the graph has chosen; without pipelining nothing is fetched for later instructions."""
+    """The target's plan of the kernel, with what the graph has chosen; without pipelining nothing is fetched for later instructions.
+
+    Where the ring and what is brought to the L2 behind it are a layer's weights and more, none of it is needed soon, and attention goes first.
+    """
     plan = hardware.load(graph.target).kernel
     assert plan is not None
     flight = graph.flight or (plan.flight_bytes, plan.flight_idle_bytes)
-    return replace(plan, flight_bytes=flight[0], flight_idle_bytes=flight[1], prefetch_bytes=plan.prefetch_bytes if pipelining else 0)
+    fetched = graph.num_workers * (plan.stages * plan.stage_bytes + plan.prefetch_bytes)
+    return replace(plan, flight_bytes=flight[0], flight_idle_bytes=flight[1], prefetch_bytes=plan.prefetch_bytes if pipelining else 0,
+                   attention_bytes=plan.attention_bytes if weights_of_a_layer(graph) > fetched else 0)
+
+
+def weights_of_a_layer(graph: SMTaskGraph) -> int:
+    """Bytes of packed weights that the tasks of one layer read, of the largest."""
+    layers: Counter[int] = Counter()
+    for task in graph.tasks:
+        layers[graph.operator(task).layer] += task.cost.weight_bytes
+    return max((count for layer, count in layers.items() if layer >= 0), default=0)
 
 
 class LoadedProgram:
@@ -220,7 +234,8 @@ class CudaExecutor:
         values = {"records": constants["records"], "loads": constants["loads"], "load_begin": constants["load_begin"], "events": self.events.address,
                   "stop": self.stop.address, "messages": self.messages.address, "mirror": self.mirror.address if watched and self.mirror is not None else 0,
                   "planner": program.tables.planner, "stages": plan.stages, "flight_bytes": plan.flight_bytes,
-                  "flight_idle_bytes": plan.flight_idle_bytes, "prefetch_bytes": plan.prefetch_bytes, "prefetch_ns": plan.prefetch_ns, "pipelining": int(self.engine.pipelining)}
+                  "flight_idle_bytes": plan.flight_idle_bytes, "prefetch_bytes": plan.prefetch_bytes, "prefetch_ns": plan.prefetch_ns,
+                  "attention_bytes": plan.attention_bytes, "pipelining": int(self.engine.pipelining)}
         for name, value in (values | self._prompt_arguments(constants)).items():
             out["kernel"][name] = value
         return out

@@ -33,7 +33,7 @@ class KernelPlan:
     `stage_bytes`: what one bulk copy brings; `stages`: of them in the ring. `flight_bytes`: most bytes of weights on their way while a
     product runs; `flight_idle_bytes`: from a product's end until the next input is there. More in flight brings no bandwidth and delays
     every small message behind it. `prefetch_bytes`: while the ring is full, most bytes of weights behind it that are brought to the L2, a
-    stage every `prefetch_ns` at most.
+    stage every `prefetch_ns` at most. `attention_bytes`: with more keys and values of a layer, nothing is while attention reads them.
     """
 
     architecture: str
@@ -44,6 +44,7 @@ class KernelPlan:
     flight_idle_bytes: int
     prefetch_bytes: int
     prefetch_ns: int
+    attention_bytes: int
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,8 @@ def load(name: str) -> Target:
 def _kernel_plan(data: dict[str, Any]) -> KernelPlan:
     major, minor = data["capability"]
     return KernelPlan(str(data["architecture"]), (int(major), int(minor)), int(data["stage_bytes"]), int(data["stages"]),
-                      int(data["flight_bytes"]), int(data["flight_idle_bytes"]), int(data.get("prefetch_bytes", 0)), int(data.get("prefetch_ns", 0)))
+                      int(data["flight_bytes"]), int(data["flight_idle_bytes"]), int(data.get("prefetch_bytes", 0)), int(data.get("prefetch_ns", 0)),
+                      int(data.get("attention_bytes", 0)))
 
 
 def choose(name: str) -> str:

@@ -18,8 +18,6 @@
 namespace mpk::rotary_attention {
 
 constexpr bool waits_inside = true;
-// Keys and values of a layer, of all heads, beside which the L2 (50 MB on an H200) keeps what is brought to it of weights.
-constexpr int64_t L2_SPARE_BYTES = 24 << 20;
 
 // One (key-value head, split) of the step.
 template <class V>
@@ -364,12 +362,12 @@ __device__ void run(const Context& c, const Instruction& i, Block& b) {
   bool waited = false;
   if constexpr (OneRow<V>::POSSIBLE) {
     if (OneRow<V>::is_form_of(c, *b.step)) {
-      // Weights that were brought to the L2 meanwhile would be gone before they are used.
-      const bool fills_l2 = OneRow<V>(*b.step).blocks * (int64_t(V::kv_heads) * Page<V>::BLOCK_ELEMENTS * 2 * int(sizeof(bf16))) > L2_SPARE_BYTES;
-      if (fills_l2 && b.thread == 0) b.ring.spare(0);
+      // Many keys and values would evict the weights that are brought to the L2 meanwhile, and where those are not needed soon, waited for them.
+      const bool alone = OneRow<V>(*b.step).blocks * (int64_t(V::kv_heads) * Page<V>::BLOCK_ELEMENTS * 2 * int(sizeof(bf16))) > c.attention_bytes;
+      if (alone && b.thread == 0) b.ring.spare(0);
 #pragma unroll 1
       for (int tile = i.tile_begin; tile < i.tile_end; ++tile) OneRowTask<V>(c, i, b, tile).run(waited);
-      if (fills_l2 && b.thread == 0) b.ring.spare(1);
+      if (alone && b.thread == 0) b.ring.spare(1);
       return;
     }
   }

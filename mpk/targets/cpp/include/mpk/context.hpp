@@ -41,6 +41,7 @@ struct Context {
   int32_t prompt_rows;      // most of a step
   int32_t prompt_room;      // that the graph's buffers have
   int32_t prompt_least;     // tokens that are worth a step of this kind
+  int32_t attention_bytes;  // of GPUs: with more keys and values of a layer, no weights are brought to the L2 while attention reads them
   int32_t rank, ranks;      // of this program among those that share the model
   const uint64_t* peers;    // [ranks] addresses of every rank's peer memory, see peer.hpp; null where there is one rank
   uint32_t flag_base;

@@ -12,6 +12,7 @@ __device__ __forceinline__ Context make_context(const Arguments& a) {
   c.messages = address<void>(a.kernel.messages), c.mirror = address<int64_t>(a.kernel.mirror);
   c.places = address<const int64_t>(a.kernel.places);
   c.prompt_step = address<Step>(a.kernel.prompt_step);
+  c.attention_bytes = a.kernel.attention_bytes;
   c.prompt_rows = a.kernel.prompt_rows, c.prompt_room = a.kernel.prompt_room, c.prompt_least = a.kernel.prompt_least;
   return c;
 }

@@ -26,7 +26,7 @@ struct RingControl {
   Flag shut;         // 1: inputs are on their way, so few weights may be (small messages queue behind bulk copies)
   Flag stop;         // leave; STOP_*
   Flag started;      // Block::sequence of the last instruction whose inputs have come; for runs without pipelining
-  Flag spare;        // 1: the L2 has room for weights; 0: keys and values go through it, of many rows or of a long context
+  Flag spare;        // 1: weights may be brought to the L2; 0: keys and values go through it, of many rows or of a long context
   // The loader's own: the stages behind those that it has brought to the L2, `ahead_left` of run `ahead_run`. Registers are few, and global
   // memory is a trip to the L2 a stage.
   int64_t ahead_from;
