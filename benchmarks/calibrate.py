@@ -85,7 +85,7 @@ def measure(target: str, name: str, tp: int, late: Callable[[], bool]) -> Iterat
     rng, longest = np.random.default_rng(0), max(len(q) for q in graph.queues)
 
     def run(batch: int, context: int, steps: int, trace: bool):  # type: ignore[no-untyped-def]
-        plan = decode_plan.with_mean_context(batch, context, steps, graph.max_rows)
+        plan = decode_plan.with_mean_context(batch, context, steps, graph.max_rows, compiler.target.prompt_least if tp == 1 else 0)
         spans = 3 * longest * (plan.prompt_steps + steps) if trace else 0
         instance = engine.create_instance(batch, plan.context, stall_limit_s=5.0, trace_spans=spans, device_ids=list(range(tp)))
         prompts = rng.integers(0, loaded.config.vocab_size, (batch, plan.prompt))
