@@ -135,3 +135,11 @@ def test_ready_tasks_walk_through_the_whole_step(graph: SMTaskGraph) -> None:
         waves += 1
     assert waves >= graph.critical_path_length()
     assert graph.ready_tasks(done) == []
+
+
+@pytest.mark.parametrize(("workers", "ranks"), [(1, 1), (2, 3), (4, 1)])
+def test_the_critical_path_follows_queues_and_messages_too(workers: int, ranks: int) -> None:
+    config = shapes.shape("SmolLM2-135M")
+    graph = pipeline.lower(registry.build_graph(config), hardware.load("cpp").with_workers(workers), Options(16, 16, "bf16", ranks))
+    assert graph.critical_path_length() >= 5 * config.num_layers  # no layer can begin before the one ahead of it has ended
+    assert (graph.critical_path_length() == len(graph.tasks)) == (workers == 1)

@@ -243,16 +243,25 @@ class SMTaskGraph:
         }
 
     def critical_path_length(self) -> int:
-        """Longest chain of tasks through events (and dependencies not yet turned into events)."""
+        """Longest chain of tasks, each of which waits for the one before: through events, the queue of a worker, what ranks send one another (and
+        dependencies not yet turned into events)."""
         depth = [0] * len(self.tasks)
         event_depth: dict[int, int] = {}
+        before = {t: p for q in self.queues for p, t in pairwise(q)}
+        sent: dict[str, int] = {}  # buffer of messages -> depth of the deepest task so far that writes it
         for t in self.tasks:  # the sequential order is a topological order
             d = max((depth[p] for s in self.needs(t.id) for p in s), default=0)
+            if t.id in before:
+                d = max(d, depth[before[t.id]])
+            d = max([d, *(sent.get(r.buffer, 0) for r in t.reads)])
             for e in t.waits:
                 if e not in event_depth:
                     event_depth[e] = max((depth[p] for p in self.events[e].producers if p < t.id), default=0)
                 d = max(d, event_depth[e])
             depth[t.id] = d + 1
+            for r in t.writes:
+                if self.buffers[r.buffer].kind == "peer":
+                    sent[r.buffer] = max(sent.get(r.buffer, 0), d + 1)
         return max(depth, default=0)
 
     def to_networkx(self) -> Any:
