@@ -100,7 +100,8 @@ class Compiler:
         """Generate, compile and cache the program, pack and cache the weights, and return the engine.
 
         model: where the weights come from if `sm_graph` was loaded from a file. Raises `TargetError` (no compiler or device,
-        cache not writable), `ModelError` (missing or wrong weights), `GraphError` (a graph for another target, or without weights).
+        cache not writable), `ModelError` (missing or wrong weights), `GraphError` (a graph for another target, dtype
+        or number of devices, or without weights).
         """
         from mpk import frontend
         from mpk.passes import verify
@@ -111,6 +112,8 @@ class Compiler:
             raise GraphError("build", expected="a graph that lower_model or SMTaskGraph.load returned", actual=type(sm_graph).__name__)
         if sm_graph.target != self.target.name:
             raise GraphError(f"graph lowered for target {sm_graph.target}", expected=self.target.name)
+        if sm_graph.dtype != self.options.dtype:
+            raise GraphError(f"graph lowered for dtype {sm_graph.dtype}", expected=f"{self.options.dtype}, the compiler's dtype")
         if sm_graph.ranks != self.options.tensor_parallel:
             raise GraphError(f"graph lowered for {sm_graph.ranks} devices", expected=f"{self.options.tensor_parallel}, the compiler's tensor_parallel_size")
         source = model if model is not None else sm_graph.model

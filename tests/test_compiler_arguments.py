@@ -45,6 +45,12 @@ def test_build_refuses_what_is_no_graph(graph: Any) -> None:
         Compiler("cpp").build(graph)
 
 
+def test_a_graph_is_built_by_a_compiler_of_its_dtype() -> None:
+    graph = Compiler("cpp", workers=2).lower_model(load("SmolLM2-135M", shapes=True))
+    with pytest.raises(GraphError, match=r"^graph lowered for dtype bf16, expected f32, the compiler's dtype$"):
+        Compiler("cpp", dtype="f32", workers=2).build(graph)
+
+
 def test_packed_weights_are_shared_by_all_numbers_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setenv("MPK_CACHE", str(tmp_path))
