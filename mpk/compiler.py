@@ -13,7 +13,7 @@ from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.models import registry
 from mpk.passes import pipeline
 from mpk.passes.partition import Options
-from mpk.runtime.arguments import require_whole
+from mpk.runtime.arguments import require_bool, require_whole
 from mpk.targets import hardware
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ class Compiler:
         for name, value, optional in (("max_batch", max_batch, False), ("max_rows", max_rows, True),
                                       ("tensor_parallel_size", tensor_parallel_size, False), ("workers", workers, True)):
             require_whole(name, value, optional=optional)
+        for name, value in (("enable_cross_op_pipelining", enable_cross_op_pipelining), ("use_tuned", use_tuned)):
+            require_bool(name, value)
         if dtype not in ("bf16", "f32"):
             raise TargetError(f"dtype '{dtype}'", expected="bf16 or f32")
         if not 1 <= max_batch <= 16:

@@ -24,6 +24,8 @@ from tests.support.models import tiny_model
     ({"max_rows": [8]}, RequestError, "max_rows, expected a whole number or None, got [8]"),
     ({"max_batch": "4"}, RequestError, "max_batch, expected a whole number, got '4'"),
     ({"max_batch": None}, RequestError, "max_batch, expected a whole number, got None"),
+    ({"enable_cross_op_pipelining": "no"}, RequestError, "enable_cross_op_pipelining, expected True or False, got 'no'"),
+    ({"use_tuned": 0}, RequestError, "use_tuned, expected True or False, got 0"),
     ({"target_hardware": None}, TargetError, "target_hardware, expected the name of a target, or 'auto', got None"),
     ({"target_hardware": 3}, TargetError, "target_hardware, expected the name of a target, or 'auto', got 3"),
 ])
