@@ -122,9 +122,10 @@ def _print(report: dict[str, Any]) -> None:
 
     console, moved = Console(), report["memory_bytes"]
     devices = f", {report['devices']} devices" if report["devices"] > 1 else ""
+    rate = report["tokens_per_second"]
     console.print(f"[bold]{report['model']}[/bold] on {report['target']}, {report['workers']} workers, batch {report['batch']}, context {report['context']}"
                   f"{devices}: [bold]{report['ms_per_token']:.3f} ms[/bold] a step "
-                  f"(floor {report['floor_us'] / 1e3:.3f}, ratio {report['ratio']:.2f}), {report['tokens_per_second']:.0f} tokens/s", soft_wrap=True)
+                  f"(floor {report['floor_us'] / 1e3:.3f}, ratio {report['ratio']:.2f}), {f'{rate:.0f}' if rate >= 100 else f'{rate:.3g}'} tokens/s", soft_wrap=True)
     console.print(f"workers busy {_percent(report['utilisation'])}, memory busy {_percent(report['memory_utilisation'])}; idle: "
                   + ", ".join(f"{cause} {_percent(share)}" for cause, share in report["idle"].items() if share >= 0.0005), soft_wrap=True)
     console.print(f"device memory: {moved['total'] / 1e6:.1f} MB a step (weights {moved['weights'] / 1e6:.1f}, cache {moved['cache'] / 1e6:.1f}, "
