@@ -153,6 +153,16 @@ def test_a_reader_that_leaves_early_causes_no_words() -> None:
     assert done.stderr == "" and done.stdout.count("\n") == 1
 
 
+def test_a_pipe_without_a_reader_ends_with_code_141_and_no_words() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run([sys.executable, "-m", "mpk", "targets"], cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True, timeout=100)
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_characters_that_the_output_cannot_show_are_replaced(tmp_path: Path) -> None:
     graph = tmp_path / "g\u00e9.mpk"
     assert mpk("inspect", "SmolLM2-135M", "--save", str(graph)).returncode == 0
