@@ -1,7 +1,8 @@
 """Entry point of the command `mpk`; the commands themselves are files in `mpk.commands`.
 
 Exit codes: 1 for a `UserError` or output that cannot be written (one line on standard error), 2 for unknown options, 3 for a stalled
-program, 130 after an interrupt. Nothing heavy is imported outside `main`, so that an interrupt while importing ends cleanly too.
+program, 130 after an interrupt, 141 when the reader of a pipe has left. Nothing heavy is imported outside `main`, so that an interrupt
+while importing ends cleanly too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from typing import Any
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+BROKEN_PIPE = 141  # 128 + SIGPIPE, which Python ignores
 
 
 def main() -> None:
@@ -48,7 +50,7 @@ def _run() -> int:
     if output.failure is None:
         return code
     if isinstance(output.failure, BrokenPipeError):  # the reader has had enough
-        return code or 1
+        return code if code > 1 else BROKEN_PIPE
     return _say(f"standard output cannot be written ({output.failure.strerror})", code or 1)
 
 

@@ -13,7 +13,7 @@ from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.models import registry
 from mpk.passes import pipeline
 from mpk.passes.partition import Options
-from mpk.runtime.arguments import require_whole
+from mpk.runtime.arguments import require_bool, require_whole
 from mpk.targets import hardware
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ class Compiler:
         for name, value, optional in (("max_batch", max_batch, False), ("max_rows", max_rows, True),
                                       ("tensor_parallel_size", tensor_parallel_size, False), ("workers", workers, True)):
             require_whole(name, value, optional=optional)
+        for name, value in (("enable_cross_op_pipelining", enable_cross_op_pipelining), ("use_tuned", use_tuned)):
+            require_bool(name, value)
         if dtype not in ("bf16", "f32"):
             raise TargetError(f"dtype '{dtype}'", expected="bf16 or f32")
         if not 1 <= max_batch <= 16:
@@ -100,7 +102,8 @@ class Compiler:
         """Generate, compile and cache the program, pack and cache the weights, and return the engine.
 
         model: where the weights come from if `sm_graph` was loaded from a file. Raises `TargetError` (no compiler or device,
-        cache not writable), `ModelError` (missing or wrong weights), `GraphError` (a graph for another target, or without weights).
+        cache not writable), `ModelError` (missing or wrong weights), `GraphError` (a graph for another target, dtype
+        or number of devices, or without weights).
         """
         from mpk import frontend
         from mpk.passes import verify
@@ -111,6 +114,8 @@ class Compiler:
             raise GraphError("build", expected="a graph that lower_model or SMTaskGraph.load returned", actual=type(sm_graph).__name__)
         if sm_graph.target != self.target.name:
             raise GraphError(f"graph lowered for target {sm_graph.target}", expected=self.target.name)
+        if sm_graph.dtype != self.options.dtype:
+            raise GraphError(f"graph lowered for dtype {sm_graph.dtype}", expected=f"{self.options.dtype}, the compiler's dtype")
         if sm_graph.ranks != self.options.tensor_parallel:
             raise GraphError(f"graph lowered for {sm_graph.ranks} devices", expected=f"{self.options.tensor_parallel}, the compiler's tensor_parallel_size")
         source = model if model is not None else sm_graph.model

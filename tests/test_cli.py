@@ -90,6 +90,7 @@ def test_generate_streams_text_and_ends_with_a_summary(tmp_path: Path) -> None:
     (("trace", "--context", "8191", "--output", "/dev/null"), "--context 8191 and --steps 8, expected at most 8192"),
     (("bench", "--model", "SmolLM2-135M", "--repeats", "0"), "--repeats 0, expected 1 or more"),
     (("bench", "--model", "SmolLM2-135M", "--output", "/dev/null/a.jsonl"), "--output /dev/null/a.jsonl cannot be written"),
+    (("bench", "--model", "SmolLM2-135M", "--output", "/no/such/folder/a.jsonl"), "--output /no/such/folder/a.jsonl cannot be written (No such file"),
     (("inspect", "no-such-shape"), "no-such-shape"),
     (("bench", "--model", "SmolLM2-135M", "--batch", "0"), "--batch 0, expected positive numbers"),
     (("bench", "--model", "SmolLM2-135M", "--context", "9999999"), "--context 9999999, expected"),

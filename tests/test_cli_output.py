@@ -50,11 +50,24 @@ def broken_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_logits_that_are_not_numbers_are_told_and_end_with_code_1(broken_folder: Path) -> None:
     done = mpk("generate", "--model", str(broken_folder), "--prompt", "a b", "--max-new-tokens", "4", "--json")
     assert done.returncode == 1 and done.stdout, done.stderr
-    assert json.loads(done.stdout)["finish_reason"] == "error"
+    report = json.loads(done.stdout)
+    assert report["finish_reason"] == "error" and report["first_token_ms"] is None and report["ms_per_token"] is None
     assert "mpk: the logits behind token 2 were not numbers" in done.stderr
     done = mpk("generate", "--model", str(broken_folder), "--prompt", "a b", "--max-new-tokens", "4")
     assert done.returncode == 1
     assert "[0 tokens, error]" in done.stderr and "mpk: the logits behind token 2 were not numbers" in done.stderr
+
+
+def test_a_single_token_has_no_time_between_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    from mpk.commands import generate
+    from mpk.frontend import load
+    from mpk.runtime.request import GenerateResult
+
+    loaded, one = load("smollm2-135m-instruct"), GenerateResult([[5]], ["length"], 12.0, 0.0, 1, [3], [[12.0]])
+    report = generate._report("cpp", loaded, [1, 2, 3], one)
+    assert report["first_token_ms"] == 12.0 and report["ms_per_token"] is None
+    generate._print_summary(one)
+    assert capsys.readouterr().err == "[1 tokens, first after 12 ms]\n"
 
 
 def test_an_interrupt_while_generating_prints_what_there_is() -> None:
@@ -138,6 +151,16 @@ def test_a_reader_that_leaves_early_causes_no_words() -> None:
     done = subprocess.run(["sh", "-c", '"$@" | head -n 1', "sh", sys.executable, "-m", "mpk", "inspect", "SmolLM2-135M", "--text"], cwd=ROOT,
                           capture_output=True, text=True, timeout=100)
     assert done.stderr == "" and done.stdout.count("\n") == 1
+
+
+def test_a_pipe_without_a_reader_ends_with_code_141_and_no_words() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run([sys.executable, "-m", "mpk", "targets"], cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True, timeout=100)
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_characters_that_the_output_cannot_show_are_replaced(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ from tests.support.models import tiny_model
     ({"max_rows": [8]}, RequestError, "max_rows, expected a whole number or None, got [8]"),
     ({"max_batch": "4"}, RequestError, "max_batch, expected a whole number, got '4'"),
     ({"max_batch": None}, RequestError, "max_batch, expected a whole number, got None"),
+    ({"enable_cross_op_pipelining": "no"}, RequestError, "enable_cross_op_pipelining, expected True or False, got 'no'"),
+    ({"use_tuned": 0}, RequestError, "use_tuned, expected True or False, got 0"),
     ({"target_hardware": None}, TargetError, "target_hardware, expected the name of a target, or 'auto', got None"),
     ({"target_hardware": 3}, TargetError, "target_hardware, expected the name of a target, or 'auto', got 3"),
 ])
@@ -43,6 +45,12 @@ def test_numpy_numbers_are_whole_numbers() -> None:
 def test_build_refuses_what_is_no_graph(graph: Any) -> None:
     with pytest.raises(GraphError, match=rf"^build, expected a graph that lower_model or SMTaskGraph.load returned, got {type(graph).__name__}$"):
         Compiler("cpp").build(graph)
+
+
+def test_a_graph_is_built_by_a_compiler_of_its_dtype() -> None:
+    graph = Compiler("cpp", workers=2).lower_model(load("SmolLM2-135M", shapes=True))
+    with pytest.raises(GraphError, match=r"^graph lowered for dtype bf16, expected f32, the compiler's dtype$"):
+        Compiler("cpp", dtype="f32", workers=2).build(graph)
 
 
 def test_packed_weights_are_shared_by_all_numbers_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mpk.commands.simulate import _print as show_report
 from mpk.errors import RequestError, TargetError
 from mpk.simulate import calibrate, measurement
 from mpk.simulate.machine import COSTS, load_costs, machine, save_costs
@@ -63,6 +64,13 @@ def test_a_gpu_has_another_name_too() -> None:
 def test_more_memory_bandwidth_and_a_higher_clock_are_faster(model: str) -> None:
     times = {name: run_json("simulate", model, "--target", name, "--json")["latency_us"] for name in ("a100-80g", "h100", "h200")}
     assert times["a100-80g"] > times["h100"] >= times["h200"]
+
+
+@pytest.mark.parametrize(("rate", "shown"), [(0.5437, "0.544"), (12.34, "12.3"), (99.96, "100"), (1234.5, "1234")])
+def test_a_rate_is_printed_with_enough_digits(model: str, capsys: pytest.CaptureFixture[str], rate: float, shown: str) -> None:
+    report = run_json("simulate", model, "--target", "h200", "--json")
+    show_report({**report, "tokens_per_second": rate})
+    assert f", {shown} tokens/s" in capsys.readouterr().out
 
 
 def test_a_model_that_does_not_fit_is_refused() -> None:

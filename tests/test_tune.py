@@ -10,7 +10,7 @@ import pytest
 
 import mpk
 from mpk.codegen import tuned
-from mpk.errors import GraphError
+from mpk.errors import GraphError, TargetError
 from mpk.frontend.source import LoadedModel
 from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.models import registry, shapes
@@ -78,6 +78,36 @@ def test_every_choice_changes_the_graph_and_passes_the_verifier() -> None:
 def test_a_default_that_is_refused_is_an_error() -> None:
     with pytest.raises(GraphError, match="the default schedule"):
         tune.search(CONFIG, TARGET, replace(GIVEN, placement="fixed"), tune.Setting(), lower_with=broken)
+
+
+def unwritable_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    monkeypatch.setenv("MPK_CACHE", str(blocked))
+    return blocked
+
+
+def test_a_folder_where_nothing_can_be_kept_is_told_before_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = unwritable_cache(tmp_path, monkeypatch)
+    monkeypatch.setattr(tune, "search", lambda *given, **named: pytest.fail("searched"))
+    line = refused("tune", "SmolLM2-135M", "--target", "h200")
+    assert line.startswith(f"cache folder {blocked}/tuned cannot be written (") and "MPK_CACHE" in line
+
+
+def test_a_simulator_that_cannot_be_compiled_is_no_fault_of_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = unwritable_cache(tmp_path, monkeypatch)
+
+    def unavailable(*given: object, **named: object) -> None:
+        tuned.require_writable()
+
+    monkeypatch.setattr(tune, "simulate", unavailable)  # the library of the real one may be loaded already
+    with pytest.raises(TargetError, match=f"^cache folder {blocked}"):
+        tune.search(CONFIG, TARGET, GIVEN, tune.Setting())
+
+
+def test_advice_for_a_model_that_does_not_fit_names_no_option_that_is_not_there() -> None:
+    line = refused("tune", "Llama-3.1-70B", "--target", "rtx5090")
+    assert line.endswith("GB of weights and cache; use a larger target") and "--tp" not in line
 
 
 def test_a_gain_that_is_only_predicted_has_to_exceed_the_error_of_predictions() -> None:

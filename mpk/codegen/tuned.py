@@ -24,6 +24,11 @@ def key(config: DecoderConfig, target: Target, options: Options) -> str:
     return digest(__version__, *(json.dumps(p, sort_keys=True, default=str) for p in parts))
 
 
+def require_writable() -> None:
+    """Raise `TargetError`, which names the folder, where nothing could be kept; called before long work is done for it."""
+    Store(SORT, SUFFIX)
+
+
 def store(config: DecoderConfig, target: Target, options: Options, report: dict[str, Any]) -> None:
     """Keep the tuned fields of `options`; `report` says how they were found. Raises `TargetError` if the cache cannot be written."""
     place, name = Store(SORT, SUFFIX), key(config, target, options)

@@ -59,8 +59,6 @@ def command(
     compiler = Compiler(target, tensor_parallel_size=tp, dtype=dtype, workers=workers, max_batch=max(batches))
     compiler.require_device()
     if output is not None:
-        with writing("--output", output):
-            output.parent.mkdir(parents=True, exist_ok=True)
         check_writable("--output", output)
     loaded = frontend.load(model, shapes=True)
     for c in contexts:

@@ -117,16 +117,15 @@ def _report(target: str, loaded: Any, ids: list[int], result: GenerateResult) ->
     visible = [t for t in tokens if t not in set(loaded.tokenizer.eos_tokens)]
     return {
         "target": target, "model": loaded.name, "prompt_tokens": ids, "tokens": tokens, "text": loaded.tokenizer.decode(visible),
-        "finish_reason": result.finish_reasons[0], "first_token_ms": result.first_token_ms, "ms_per_token": result.ms_per_token,
+        "finish_reason": result.finish_reasons[0], "first_token_ms": result.first_token_ms if tokens else None,
+        "ms_per_token": result.ms_per_token if len(tokens) > 1 else None,
     }
 
 
 def _print_summary(result: GenerateResult) -> None:
-    rate = 1000 / result.ms_per_token if result.ms_per_token else 0.0
+    count = len(result.tokens[0])
     reason = result.finish_reasons[0]
     ending = "" if reason in ("stop", "length") else f", {reason}"
-    if not result.tokens[0]:
-        print(f"[0 tokens{ending}]", file=sys.stderr)
-        return
-    print(f"[{len(result.tokens[0])} tokens{ending}, first after {result.first_token_ms:.0f} ms, "
-          f"{result.ms_per_token:.2f} ms per token, {rate:.1f} tokens per second]", file=sys.stderr)
+    first = f", first after {result.first_token_ms:.0f} ms" if count else ""
+    rest = f", {result.ms_per_token:.2f} ms per token, {1000 / result.ms_per_token:.1f} tokens per second" if result.ms_per_token else ""
+    print(f"[{count} tokens{ending}{first}{rest}]", file=sys.stderr)

@@ -77,16 +77,17 @@ def run(compiler: Compiler, graph: SMTaskGraph, batch: int, context: int, tp: in
     return simulate(graph, batch=batch, context=context, pipelining=compiler.enable_cross_op_pipelining, devices=tp)
 
 
-def require_room(compiler: Compiler, loaded: LoadedModel, tp: int, batch: int, context: int) -> None:
-    """Raise `TargetError` where weights and cache would not fit the target's memory."""
+def require_room(compiler: Compiler, loaded: LoadedModel, tp: int | None, batch: int, context: int) -> None:
+    """Raise `TargetError` where weights and cache would not fit the target's memory. `tp`: None for a command without --tp."""
     from mpk.models.floor import floor_bytes
 
     config, capacity = loaded.config, compiler.target.capacity_gb.value
     table = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size * (2 if compiler.options.dtype == "bf16" else 4)
-    needed = (floor_bytes(config, compiler.options.dtype, batch, context) + table) / tp / 1e9
+    needed = (floor_bytes(config, compiler.options.dtype, batch, context) + table) / (tp or 1) / 1e9
     if capacity and needed > capacity:
         raise TargetError(f"{loaded.name} on target {compiler.target.name}", expected=f"at most {capacity:g} GB on each device",
-                          actual=f"{needed:.1f} GB of weights and cache with --tp {tp}", remedy="use more devices (--tp) or a larger target")
+                          actual=f"{needed:.1f} GB of weights and cache" + (f" with --tp {tp}" if tp else ""),
+                          remedy="use more devices (--tp) or a larger target" if tp else "use a larger target")
 
 
 def describe(simulation: Simulation, name: str, lower_s: float, simulate_s: float) -> dict[str, Any]:
@@ -121,9 +122,10 @@ def _print(report: dict[str, Any]) -> None:
 
     console, moved = Console(), report["memory_bytes"]
     devices = f", {report['devices']} devices" if report["devices"] > 1 else ""
+    rate = report["tokens_per_second"]
     console.print(f"[bold]{report['model']}[/bold] on {report['target']}, {report['workers']} workers, batch {report['batch']}, context {report['context']}"
                   f"{devices}: [bold]{report['ms_per_token']:.3f} ms[/bold] a step "
-                  f"(floor {report['floor_us'] / 1e3:.3f}, ratio {report['ratio']:.2f}), {report['tokens_per_second']:.0f} tokens/s", soft_wrap=True)
+                  f"(floor {report['floor_us'] / 1e3:.3f}, ratio {report['ratio']:.2f}), {f'{rate:.0f}' if rate >= 100 else f'{rate:.3g}'} tokens/s", soft_wrap=True)
     console.print(f"workers busy {_percent(report['utilisation'])}, memory busy {_percent(report['memory_utilisation'])}; idle: "
                   + ", ".join(f"{cause} {_percent(share)}" for cause, share in report["idle"].items() if share >= 0.0005), soft_wrap=True)
     console.print(f"device memory: {moved['total'] / 1e6:.1f} MB a step (weights {moved['weights'] / 1e6:.1f}, cache {moved['cache'] / 1e6:.1f}, "

@@ -46,7 +46,9 @@ def command(
     if not STEPS < context <= loaded.config.max_context - STEPS:
         raise RequestError(f"--context {context}", expected=f"{STEPS + 1} to {loaded.config.max_context - STEPS} for {loaded.name}")
     compiler = Compiler(target, dtype=dtype, workers=workers, max_batch=max_batch, use_tuned=False)
-    require_room(compiler, loaded, 1, batch, context)
+    require_room(compiler, loaded, None, batch, context)
+    if save:
+        tuned.require_writable()
     started = time.perf_counter()
     seen: list[Candidate] = []
     say = seen.append if json else (lambda c: _progress(seen, c))

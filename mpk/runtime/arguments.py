@@ -20,6 +20,12 @@ def require_whole(name: str, value: Any, *, optional: bool = True) -> None:
         raise RequestError(name, expected="a whole number" + (" or None" if optional else ""), actual=repr(value))
 
 
+def require_bool(name: str, value: Any) -> None:
+    """Raise `RequestError` unless the value is True or False: a text such as "no" would count as true."""
+    if not isinstance(value, bool):
+        raise RequestError(name, expected="True or False", actual=repr(value))
+
+
 def check_instance_arguments(max_batch: Any, max_context: Any, device_ids: Any, stall_limit_s: Any, trace_spans: Any, workers: int) -> None:
     """Raise `RequestError` for arguments of `create_instance` of a wrong type, and for times and traces that no machine can serve."""
     require_whole("max_batch", max_batch)

@@ -138,7 +138,7 @@ def report(simulation: Simulation) -> dict[str, Any]:
         "target": simulation.machine.name, "batch": simulation.step.batch, "context": simulation.step.context, "devices": simulation.devices,
         "workers": simulation.graph.num_workers, "tasks": len(simulation.graph.tasks), "events_simulated": simulation.events,
         "latency_us": round(latency, 3), "ms_per_token": round(latency / 1e3, 4),
-        "tokens_per_second": round(simulation.step.batch * 1e6 / latency, 1), "floor_us": round(floor, 3), "ratio": round(latency / floor, 3) if floor else None,
+        "tokens_per_second": round(simulation.step.batch * 1e6 / latency, 4), "floor_us": round(floor, 3), "ratio": round(latency / floor, 3) if floor else None,
         "utilisation": round(1 - sum(lost.values()), 4), "memory_utilisation": round(moved.total / (simulation.machine.bandwidth_gb_s * 1e3) / latency, 4),
         "memory_bytes": {"total": moved.total, "weights": moved.weights, "cache": moved.cache, "activations": moved.activations},
         "activation_share": round(moved.activations / moved.total, 6) if moved.total else 0.0,

@@ -64,8 +64,11 @@ def evaluate(candidate: Candidate, config: DecoderConfig, target: Target, settin
         fault = verify.find_fault(graph)
         if fault is not None:
             return replace(candidate, refusal=fault.message)
-        found = simulate(graph, target=machine(target), batch=setting.batch, context=setting.context, pipelining=setting.pipelining)
     except (GraphError, TargetError) as error:
+        return replace(candidate, refusal=str(error))
+    try:
+        found = simulate(graph, target=machine(target), batch=setting.batch, context=setting.context, pipelining=setting.pipelining)
+    except GraphError as error:  # a TargetError here (no compiler, no cache) is no fault of the candidate
         return replace(candidate, refusal=str(error))
     return replace(candidate, latency_us=found.latency_us)
 
@@ -93,7 +96,7 @@ def search(config: DecoderConfig, target: Target, start: Options, setting: Setti
            say: Callable[[Candidate], None] = lambda c: None, rounds: int = ROUNDS) -> list[Candidate]:
     """Candidates for the whole model, best first, the default among them; only those that the verifier lets pass.
 
-    Raises `GraphError` if not even the default passes. `say` is called with every candidate of the search.
+    Raises `GraphError` if not even the default passes, `TargetError` where the simulator cannot run. `say` is called with every candidate of the search.
     """
     small = first_layers(config, SEARCHED_LAYERS)
     best = evaluate(Candidate(start), small, target, setting, lower_with)
