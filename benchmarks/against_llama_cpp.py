@@ -11,9 +11,11 @@ the same number of threads, after a warm-up; rounds alternate between the system
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,6 +24,11 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks import entry
+from mpk.errors import TargetError
 
 
 def convert(source: Path, target: Path, kind: str) -> None:
@@ -98,6 +105,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", action="store_true", help="print a JSON line a system instead of a table")
     args = parser.parse_args()
+    entry.require_least(args, rounds=1, tokens=1, context=1, prompt=args.context, threads=1)  # the context is the begin of the prompt
+    if importlib.util.find_spec("llama_cpp") is None:
+        raise TargetError("llama_cpp is not installed", remedy="pip install llama-cpp-python==0.3.36")
 
     from mpk.frontend import load
 
@@ -141,4 +151,4 @@ def report(samples: dict[str, list[tuple[float, float]]], args: argparse.Namespa
 
 
 if __name__ == "__main__":
-    main()
+    entry.run(main)

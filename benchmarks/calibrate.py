@@ -8,6 +8,7 @@ of those that were held out too. `check` prints the errors of the costs as they 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks import entry
 from mpk.errors import InternalError, UserError
 from mpk.simulate.measurement import Measurement, load, operator_times, save
 
@@ -56,7 +58,8 @@ def record(target: str, names: list[str], path: Path, limit_s: float, tp: int) -
     """Measure until all is done or `limit_s` seconds are over; what there is by then is in the file, behind what was in it."""
     started = time.monotonic()
     found = load(path) if path.exists() else []
-    with ProcessPoolExecutor(len(names)) as pool:
+    fresh = multiprocessing.get_context("spawn")  # a forked process could not use the driver
+    with ProcessPoolExecutor(len(names), mp_context=fresh) as pool:
         list(pool.map(prepare, [target] * len(names), names, [tp] * len(names)))
     print(f"compiled after {time.monotonic() - started:.0f} s", flush=True)
     for name in names:
@@ -128,6 +131,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4, help="fit: steps of the least-squares solver")
     options = parser.parse_args()
     if options.what == "record":
+        entry.require_least(options, tp=1)
+        entry.require_gpus(options.tp, options.target)
         record(options.target, options.shapes, options.file, options.limit_s, options.tp)
         return
     from mpk.simulate import calibrate
@@ -140,4 +145,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    entry.run(main)

@@ -20,10 +20,12 @@ import numpy as np
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import entry  # noqa: E402
 from mpk.codegen import layout  # noqa: E402
 from mpk.codegen.compile import compile_program  # noqa: E402
 from mpk.codegen.layout import KV_PAGE_TOKENS  # noqa: E402
 from mpk.codegen.program import BACKEND, ProgramSource, constant  # noqa: E402
+from mpk.errors import RequestError  # noqa: E402
 from mpk.graph.tensor_graph import Operator, TensorGraph  # noqa: E402
 from mpk.models.config import DecoderConfig  # noqa: E402
 from mpk.runtime.memory import zeroed  # noqa: E402
@@ -33,6 +35,7 @@ from mpk.tasks.packing import ELEMENT_BYTES  # noqa: E402
 SMOLLM2 = DecoderConfig("llama", 49152, 576, 1536, 30, 9, 3, 64, 1e-5, 8192)
 GRAPH = TensorGraph(SMOLLM2)
 COLD_BYTES = 256 << 20
+MOST_ROWS = 256  # for which there is room in the activations' memory
 SIZES = {"heads": 9, "kv_heads": 3, "head_dim": 64}
 
 
@@ -118,6 +121,9 @@ def main() -> None:
     parser.add_argument("--portable", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    entry.require_least(options, threads=1, rows=1, repeats=1)
+    if max(options.rows) > MOST_ROWS:
+        raise RequestError("rows", expected=f"{MOST_ROWS} or less", actual=str(max(options.rows)))
     operators = [*PRODUCTS, _attention()]
     library = build(operators, options.dtype, options.portable)
     memory = zeroed((COLD_BYTES,), np.uint8, huge_pages=True)
@@ -149,4 +155,4 @@ def report(line: dict[str, object], as_json: bool) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    entry.run(main)

@@ -6,6 +6,7 @@ SM's end: median over repetitions of the slowest and of the mean block. Repetiti
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks import entry
 from mpk.codegen import layout
 from mpk.codegen.layout import KV_PAGE_TOKENS
 from mpk.passes.split_attention import choose_splits
@@ -83,6 +85,8 @@ def sampling(vocab: int, batch: int, label: str, **options: float) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    entry.require_gpus()
     for model in MODELS:
         for context in (32, 512, 4096, 32768):
             attention(model, 1, context)
@@ -100,4 +104,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    entry.run(main)

@@ -5,13 +5,14 @@ Whole steps: sampling, feeding back and reading a key-value cache of `context` p
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import sys
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from benchmarks import entry
 from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.models import registry, shapes
 from mpk.passes import pipeline
@@ -101,9 +102,16 @@ def summary(instance: object, graph: object, steps: int = 8) -> dict[str, list[f
 
 
 def main() -> None:
-    name, *numbers = sys.argv[1:]
-    print(json.dumps(measure(prepare(name, *map(int, numbers)))), flush=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape")
+    parser.add_argument("batch", type=int, nargs="?", default=1)
+    parser.add_argument("context", type=int, nargs="?", default=512)
+    parser.add_argument("steps", type=int, nargs="?", default=64)
+    given = parser.parse_args()
+    entry.require_least(given, batch=1, steps=3, context=given.steps // 2 + 1)  # steps behind the second are timed; half of them are behind `context`
+    entry.require_gpus()
+    print(json.dumps(measure(prepare(given.shape, given.batch, given.context, given.steps))), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    entry.run(main)

@@ -17,6 +17,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import mpk
+from benchmarks import entry
 from mpk.models import registry, shapes
 from mpk.targets.hardware import available_cpus
 
@@ -24,13 +26,17 @@ CHILD = """
 import sys, time
 import mpk
 from mpk import frontend
-loaded = frontend.load(sys.argv[1])
-compiler = mpk.Compiler(sys.argv[2], max_batch=1)
-graph = compiler.lower_model(loaded)
-lowered = time.time()
-engine = compiler.build(graph)
-built = time.time()
-engine.create_instance(max_batch=1, max_context=256).generate([[1, 2, 3]], max_new_tokens=1, stop_tokens=[])
+from mpk.errors import UserError
+try:
+    loaded = frontend.load(sys.argv[1])
+    compiler = mpk.Compiler(sys.argv[2], max_batch=1)
+    graph = compiler.lower_model(loaded)
+    lowered = time.time()
+    engine = compiler.build(graph)
+    built = time.time()
+    engine.create_instance(max_batch=1, max_context=256).generate([[1, 2, 3]], max_new_tokens=1, stop_tokens=[])
+except UserError as error:
+    sys.exit(str(error))
 print(lowered, built, time.time())
 """
 SHARD_BYTES = 1 << 30
@@ -87,6 +93,8 @@ def main() -> None:
     parser.add_argument("--target", default="auto")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
+    entry.require_least(arguments, repeats=1)
+    mpk.Compiler(arguments.target).require_device()  # before gigabytes of weights are written
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         if not (folder / "config.json").exists():
@@ -96,7 +104,7 @@ def main() -> None:
             begin = time.time()
             done = subprocess.run([sys.executable, "-c", CHILD, str(folder), arguments.target], capture_output=True, text=True, check=False, timeout=LIMIT_S)
             if done.returncode != 0:
-                raise SystemExit(done.stderr)
+                raise SystemExit(f"first_token: {done.stderr.strip()}")
             runs.append([float(t) - begin for t in done.stdout.split()])
         reading = statistics.median(read_seconds(folder) for _ in range(arguments.repeats))
         lowered, built, token = (statistics.median(column) for column in zip(*runs[1:], strict=True))
@@ -106,4 +114,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    entry.run(main)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import entry
 from mpk.runtime import cuda_device
 from tests.support.models import TINY_MODELS
 from tests.support.smollm2 import MODEL
@@ -223,8 +224,7 @@ def main() -> None:
     if given.list:
         print("\n".join(f"{p.name}: at most {p.limit_s} s, {p.gpus} GPU{'s' if p.gpus > 1 else ''}" for p in chosen))
         return
-    if not devices:
-        raise SystemExit("needs a machine with a GPU and its driver")
+    entry.require_gpus()
     given.output.mkdir(parents=True, exist_ok=True)
     run = Run(chosen, devices, given.output, given.seconds)
     run.run()
@@ -232,4 +232,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    entry.run(main)

@@ -1,18 +1,18 @@
-"""Time to read a prompt of a named shape with random weights on a GPU target: `python -m benchmarks.prompt SHAPE [tokens ...]`.
+"""Time to read a prompt of a named shape with random weights on a GPU target: `python -m benchmarks.prompt SHAPE [tokens ...] [--trace] [--compile]`.
 
-The time is of the kernel for one new token (a whole launch), the median of several; one JSON line a length. `--trace`: also the mean microseconds
-of a task's run and wait, by operator. `--compile`: only compile the program.
+The time is of the kernel for one new token (a whole launch), the median of several; one JSON line a length.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import sys
 
 import numpy as np
 
 import mpk
+from benchmarks import entry
 from mpk.frontend.source import LoadedModel
 from mpk.models import registry, shapes
 from mpk.runtime.cuda_engine import build_cuda_engine
@@ -37,18 +37,25 @@ def trace(instance: object, graph: object) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    traced = "--trace" in sys.argv
-    name, *lengths = [a for a in sys.argv[1:] if not a.startswith("--")]
-    config = shapes.shape(name)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape")
+    parser.add_argument("tokens", type=int, nargs="*", default=[512, 2048], help="lengths of prompts")
+    parser.add_argument("--trace", action="store_true", help="also the mean microseconds of a task's run and wait, by operator")
+    parser.add_argument("--compile", action="store_true", help="only compile the program")
+    given = parser.parse_intermixed_args()  # lengths may stand behind options
+    entry.require_least(given, tokens=1)
+    if not given.compile:
+        entry.require_gpus()
+    name, config = given.shape, shapes.shape(given.shape)
     source = shapes.RandomWeights(config, registry.build_graph(config))
     graph = mpk.Compiler("h200").lower_model(LoadedModel(config, source, None, name))
-    engine = build_cuda_engine(graph, source, random_seed=1, load="--compile" not in sys.argv)
+    engine = build_cuda_engine(graph, source, random_seed=1, load=not given.compile)
     print(json.dumps({"model": name, "resources": str(engine.cubin.resources["mpk_run"])}), flush=True)
-    if "--compile" in sys.argv:
+    if given.compile:
         return
     rng = np.random.default_rng(0)
-    for length in map(int, lengths or ["512", "2048"]):
-        instance = engine.create_instance(1, length + 64, stall_limit_s=2.0, trace_spans=20000 if traced else 0)
+    for length in given.tokens:
+        instance = engine.create_instance(1, length + 64, stall_limit_s=2.0, trace_spans=20000 if given.trace else 0)
         prompt = rng.integers(0, config.vocab_size, length).tolist()
         times, tokens = [], []
         for _ in range(REPEATS):
@@ -57,10 +64,10 @@ def main() -> None:
             tokens.append(result.tokens[0])
         out = {"model": name, "prompt": length, "kernel_ms": round(statistics.median(times), 3), "min": round(min(times), 3), "max": round(max(times), 3),
                "repeats_equal": all(t == tokens[0] for t in tokens)}
-        if traced and engine.prompt is not None:
+        if given.trace and engine.prompt is not None:
             out["trace"] = trace(instance, engine.prompt.graph)
         print(json.dumps(out), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    entry.run(main)

@@ -16,10 +16,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks import entry
 from mpk.codegen import cuda_source
 from mpk.codegen.cuda_program import KERNEL, CudaProgramBuilder
 from mpk.codegen.nvrtc import Cubin, compile_cubin
 from mpk.codegen.prompt_program import PromptProgram
+from mpk.errors import TargetError
 from mpk.models import registry, shapes
 from mpk.passes import pipeline
 from mpk.passes.partition import Options
@@ -69,16 +71,15 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="folder for machine code")
     given = parser.parse_args()
     if given.spills and shutil.which("nvdisasm") is None:
-        raise SystemExit("nvdisasm is not on the PATH (pip install nvidia-cuda-nvdisasm, or a CUDA toolkit)")
-    for wanted in given.shapes:
-        name, _, ranks = wanted.partition(":")
-        cubin, seconds = compiled(name, int(ranks or 1), given.spills)
+        raise TargetError("nvdisasm is not on the PATH", remedy="pip install nvidia-cuda-nvdisasm, or a CUDA toolkit")
+    for name, ranks in map(entry.shape_and_ranks, given.shapes):
+        cubin, seconds = compiled(name, ranks, given.spills)
         r = cubin.resources[KERNEL]
-        print(json.dumps({"model": name, "tp": int(ranks or 1), "seconds": round(seconds, 1), "code_kb": len(cubin.image) // 1024, "registers": r.registers, "stack": r.stack,
+        print(json.dumps({"model": name, "tp": ranks, "seconds": round(seconds, 1), "code_kb": len(cubin.image) // 1024, "registers": r.registers, "stack": r.stack,
                           "spill_stores": r.spill_stores, "spill_loads": r.spill_loads}), flush=True)
         if given.keep is not None:
             given.keep.mkdir(parents=True, exist_ok=True)
-            (given.keep / f"{name}-{ranks or 1}.cubin").write_bytes(cubin.image)
+            (given.keep / f"{name}-{ranks}.cubin").write_bytes(cubin.image)
         if given.spills:
             with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
                 Path(file.name).write_bytes(cubin.image)
@@ -88,4 +89,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    entry.run(main)

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import entry
 from mpk.errors import StallError
 from mpk.models.config import DecoderConfig
 from mpk.models.registry import build_graph
@@ -152,7 +153,7 @@ def trace(tp: int) -> None:
     for model in MODELS:
         command = [sys.executable, "-m", "mpk", "trace", model, "--target", "h200", "--tp", str(tp), "--context", "512", "--steps", "16", "--json",
                    "--output", f"/tmp/mpk-trace-{tp}.pftrace"]
-        done = subprocess.run(command, check=True, timeout=LIMITS_S["trace"] // len(MODELS), capture_output=True, text=True)
+        done = subprocess.run(command, check=True, timeout=LIMITS_S["trace"] // len(MODELS), stdout=subprocess.PIPE, text=True)
         report = json.loads(done.stdout.splitlines()[-1])
         print(json.dumps({"part": "trace", "model": model, "tp": tp, "ms_per_token": report["ms_per_token"], **report["communication"]}), flush=True)
 
@@ -165,6 +166,8 @@ def main() -> None:
     parser.add_argument("--part", action="append", choices=sorted(LIMITS_S), help="only this part (may be given several times)")
     parser.add_argument("--here", action="store_true", help="run the part in this process, without a time limit")
     given = parser.parse_args()
+    entry.require_least(given, tp=2)
+    entry.require_gpus(1 if given.one_device else given.tp)
     parts: dict[str, Callable[[], None]] = {
         "correct": lambda: correct(given.tp, given.one_device), "soak": lambda: soak(given.tp, given.one_device),
         "steps": lambda: steps(given.tp, given.output), "trace": lambda: trace(given.tp)}
@@ -187,4 +190,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    entry.run(main)

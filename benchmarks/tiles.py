@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from benchmarks import entry
 from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.models import registry, shapes
 from mpk.models.config import DecoderConfig, first_layers
@@ -96,14 +97,21 @@ def check(name: str, ranks: int) -> bool:
     return fine
 
 
+def numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="+", help="a named shape, or one with the number of GPUs that share it: Llama-3.1-8B:2")
-    parser.add_argument("--batch", default="1", help="sequences, comma-separated")
+    parser.add_argument("--batch", type=numbers, default=[1], help="sequences, comma-separated")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--check", action="store_true")
     given = parser.parse_args()
-    wanted = [(name, int(ranks or 1)) for name, _, ranks in (s.partition(":") for s in given.shapes)]
+    entry.require_least(given, batch=1)
+    wanted = [entry.shape_and_ranks(s) for s in given.shapes]
+    if not given.compile:
+        entry.require_gpus(max(ranks for _, ranks in wanted))
     if given.compile:
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda w: compile_both(shapes.shape(w[0]), w[1]), wanted))
@@ -112,8 +120,8 @@ def main() -> None:
         raise SystemExit(0 if all(results) else "logits of both cuts differ")
     else:
         for name, ranks in wanted:
-            measure(name, ranks, [int(b) for b in given.batch.split(",")])
+            measure(name, ranks, given.batch)
 
 
 if __name__ == "__main__":
-    main()
+    entry.run(main)
