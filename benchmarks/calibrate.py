@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1, help="record: devices that share the model")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="record: start nothing new after so many seconds")
     parser.add_argument("--hold-out", nargs="*", default=["Qwen3-1.7B", "Qwen3-8B"], help="fit: shapes that are predicted, not fitted")
-    parser.add_argument("--rounds", type=int, default=4, help="fit: steps of the least-squares solver")
+    parser.add_argument("--rounds", type=int, default=8, help="fit: steps of the least-squares solver")
     options = parser.parse_args()
     if options.what == "record":
         entry.require_least(options, tp=1)

@@ -27,7 +27,7 @@ from mpk.simulate.report import operator_name
 from mpk.simulate.work import Step
 from mpk.targets import hardware
 
-STEP_WEIGHT, RUN_WEIGHT, WAIT_WEIGHT, PULL = 10.0, 4.0, 0.5, 0.02
+STEP_WEIGHT, RUN_WEIGHT, WAIT_WEIGHT, PULL = 40.0, 3.0, 0.25, 0.02
 WORKER_FIELDS = ("event_us", "flag_us", "fence_us", "fence_drains", "step_us", "queue_share", "latency_us", "load_gb_s", "memory_share", "spread")
 STREAMED_FIELDS = ("start", "start_kb", "stage", "level", "group", "end")  # of a kind whose weights go through the ring
 FEW_LAYERS = 2
