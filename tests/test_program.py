@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import copy
 import itertools
+import mmap
 import re
 import threading
 import time
@@ -17,6 +18,7 @@ import pytest
 from mpk.codegen import layout
 from mpk.codegen.compile import compile_program
 from mpk.codegen.program import BACKEND, ProgramBuilder, ProgramSource
+from mpk.codegen.weights import load_weights
 from mpk.errors import InternalError, RequestError, StallError, TargetError
 from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.runtime import state
@@ -410,3 +412,25 @@ def test_a_trace_holds_every_task_of_every_step_and_changes_nothing(engine: Engi
 def test_pipelining_off_gives_the_same_tokens(engine: Engine) -> None:
     off = Engine(engine.graph, engine.program, engine.weights, pipelining=False)
     assert Instance(off).generate(PROMPTS, max_new_tokens=5, stop_tokens=[]).tokens == [greedy(p, 5, ()) for p in PROMPTS]
+
+
+def test_graphs_and_engines_show_themselves_in_a_line(engine: Engine) -> None:
+    graph = engine.graph
+    assert repr(graph) == (f"SMTaskGraph(cpp, {graph.dtype}, {len(graph.tasks)} tasks of {len(graph.tensor_graph.operators)} operators, {len(graph.events)} events, "
+                           f"{graph.num_workers} workers)")
+    assert repr(engine) == f"Engine({graph!r})"
+
+
+@pytest.mark.parametrize("what", ["weights", "state"])
+def test_a_limit_of_the_process_is_one_line(engine: Engine, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> Any:
+        raise OSError(12, "Cannot allocate memory")
+
+    if what == "weights":
+        monkeypatch.setattr(np, "memmap", refused)
+        with pytest.raises(TargetError, match=r"cannot be mapped.*Cannot allocate memory"):
+            load_weights(engine.graph, ToySource(VOCAB))
+    else:
+        monkeypatch.setattr(mmap, "mmap", refused)
+        with pytest.raises(TargetError, match=r"bytes for activations and cache cannot be mapped.*Cannot allocate memory"):
+            engine.create_instance(max_batch=1, max_context=16)

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from mpk.codegen.cache import Entry, Store, digest
+from mpk.errors import TargetError
 from mpk.graph.sm_task_graph import SMTaskGraph
 from mpk.passes.memory import align, lay_out_params
 from mpk.tasks import base
@@ -51,7 +52,11 @@ def load_weights(graph: SMTaskGraph, source: WeightSource, progress: Progress | 
     for text in entry.notes["warnings"]:
         warnings.warn(text, stacklevel=2)
     graph.param_offsets = dict(entry.notes["param_offsets"])
-    data = np.memmap(entry.path, np.uint8, "r") if entry.path.stat().st_size else np.zeros(0, np.uint8)
+    try:
+        data = np.memmap(entry.path, np.uint8, "r") if entry.path.stat().st_size else np.zeros(0, np.uint8)
+    except OSError as error:  # a limit of the process: a map takes no memory by itself
+        raise TargetError(f"{entry.path} cannot be mapped", actual=error.strerror or str(error),
+                          remedy="a smaller model, or a larger limit of this process (ulimit -v)") from error
     return PackedWeights(data[: graph.weight_bytes], data[align(graph.weight_bytes) :], entry.path)
 
 

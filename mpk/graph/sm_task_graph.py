@@ -155,6 +155,12 @@ class SMTaskGraph:
     dependencies: dict[int, list[frozenset[int]]] = field(default_factory=dict)
     carried: dict[int, list[frozenset[int]]] = field(default_factory=dict)  # likewise: those whose flagged data a task reads
 
+    def __repr__(self) -> str:
+        """A line: the contents of a graph would fill a screen a thousand times."""
+        devices = f" on each of {self.ranks} devices" if self.ranks > 1 else ""
+        return (f"SMTaskGraph({self.target}, {self.dtype}, {len(self.tasks)} tasks of {len(self.tensor_graph.operators)} operators, {len(self.events)} events, "
+                f"{self.num_workers} workers{devices})")
+
     # ---- contents
     def operator(self, task: Task | int) -> Operator:
         t = self.tasks[task] if isinstance(task, int) else task

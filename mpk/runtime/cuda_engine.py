@@ -109,7 +109,7 @@ def check_device(device: Device, graph: SMTaskGraph, plan: KernelPlan, shared: i
                           remedy="stop other programs on the device, or use a smaller model")
 
 
-@dataclass
+@dataclass(repr=False)
 class CudaEngine(Engine):
     """Engine of a GPU target. Weights are brought to a device when the first instance on it is made (device 0: by `build`)."""
 

@@ -26,7 +26,7 @@ from mpk.tasks.base import WeightSource
 RESERVE_BYTES = 256 << 20  # of a device's memory that stay free: outputs of a run, the driver's own
 
 
-@dataclass
+@dataclass(repr=False)
 class CudaGroupEngine(Engine):
     """Engine of several GPUs. Weights are brought to the devices when the first instance on them is made (0, 1, ...: by `build`).
 

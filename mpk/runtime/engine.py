@@ -62,7 +62,7 @@ class Program:
         return int(self._lib.mpk_now_ns())
 
 
-@dataclass
+@dataclass(repr=False)
 class Engine:
     """What `Compiler.build` returns. One engine serves any number of instances; weights and program are shared and constant."""
 
@@ -70,6 +70,9 @@ class Engine:
     program: Program
     weights: PackedWeights
     pipelining: bool = True
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.graph!r})"
 
     def locate(self, task: int) -> tuple[SMTaskGraph, int]:
         """The graph that a task's number, as programs report it, belongs to, and its number there."""

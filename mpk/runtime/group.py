@@ -93,7 +93,7 @@ def run_all(bodies: Sequence[Callable[[], int]]) -> int:
     return max(codes)
 
 
-@dataclass
+@dataclass(repr=False)
 class ThreadGroupEngine(Engine):
     """One program, and the packed weights of every rank; `weights` are those of rank 0."""
 

@@ -8,11 +8,17 @@ from pathlib import Path
 
 import numpy as np
 
+from mpk.errors import TargetError
+
 
 def zeroed(shape: tuple[int, ...], dtype: np.dtype | type, huge_pages: bool = False) -> np.ndarray:
-    """A zeroed array in anonymous mapped memory, page-aligned; untouched pages take no memory."""
+    """A zeroed array in anonymous mapped memory, page-aligned; untouched pages take no memory. Raises `TargetError` where the process may not map so much."""
     size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-    area = mmap.mmap(-1, max(size, 1))
+    try:
+        area = mmap.mmap(-1, max(size, 1))
+    except OSError as error:  # a limit of the process; the machine's memory is checked before
+        raise TargetError(f"{size} bytes for activations and cache cannot be mapped", actual=error.strerror or str(error),
+                          remedy="a shorter max_context, or a larger limit of this process (ulimit -v)") from error
     if huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # not offered by every kernel; only speed depends on it
             area.madvise(mmap.MADV_HUGEPAGE)
