@@ -180,3 +180,10 @@ def test_bench_prints_a_line_a_measurement(tmp_path: Path) -> None:
     assert [line["batch"] for line in lines] == [1, 2] and all(keys <= set(line) for line in lines)
     assert all(line["q1"] <= line["ms_per_token"] <= line["q3"] for line in lines)
     assert len(out.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(("model", "target", "fits"), [("Qwen3-32B", "rtx5090", False), ("Qwen3-0.6B", "rtx5090", True), ("Qwen3-0.6B", "cpp", True)])
+def test_inspect_says_what_does_not_fit(model: str, target: str, fits: bool) -> None:
+    done = mpk("inspect", model, "--target", target)
+    assert done.returncode == 0 and ("does not fit" in done.stdout) != fits
+    assert fits or ("65.6 GB" in done.stdout and "of 32 GB" in done.stdout)

@@ -12,6 +12,7 @@ import typer
 from mpk import settings
 from mpk.commands.common import DEFAULT_MODEL, check_outputs, print_json, writing
 from mpk.errors import RequestError
+from mpk.targets import hardware
 
 if TYPE_CHECKING:
     from mpk.graph.sm_task_graph import SMTaskGraph
@@ -77,6 +78,7 @@ def describe(graph: SMTaskGraph, name: str, seconds: float) -> dict[str, Any]:
         "activation_bytes": sum(b.row_bytes * (1 if b.rows == "step" else graph.max_rows)
                                 for b in graph.buffers.values() if b.kind == "activation"),
         "cache_bytes_per_token": sum(b.row_bytes for b in cache),
+        "capacity_bytes": round(hardware.load(graph.target).capacity_gb.value * 1e9) or None,  # of a device; None: of the machine at hand
         "passes": graph.notes,
         "memory": {name: {"offset": a.offset, "bytes": a.size} for name, a in list(graph.arena.items())},
         "lower_seconds": round(seconds, 3),
@@ -111,6 +113,9 @@ def _print(report: dict[str, Any]) -> None:
                         f"({report['max_rows']} rows)"),
         ("cache", f"{report['cache_bytes_per_token']} bytes a token"),
     ]
+    needed, capacity = report["packed_weight_bytes"] + report["arena_bytes"], report["capacity_bytes"]
+    if capacity is not None and needed > capacity:
+        rows.append(("does not fit", f"{needed / 1e9:.1f} GB of weights and activations on a device of {capacity / 1e9:g} GB: more devices (--tp) or a larger target"))
     for key, value in rows:
         console.print(f"{key:14} {value}", soft_wrap=True)
     for note in report["passes"]:
