@@ -362,7 +362,7 @@ __device__ void run(const Context& c, const Instruction& i, Block& b) {
   bool waited = false;
   if constexpr (OneRow<V>::POSSIBLE) {
     if (OneRow<V>::is_form_of(c, *b.step)) {
-      // Many keys and values would evict the weights that are brought to the L2 meanwhile, and where those are not needed soon, waited for them.
+      // Many keys and values would evict weights that are brought to the L2 meanwhile, and any wait behind such as are not needed soon.
       const bool alone = OneRow<V>(*b.step).blocks * (int64_t(V::kv_heads) * Page<V>::BLOCK_ELEMENTS * 2 * int(sizeof(bf16))) > c.attention_bytes;
       if (alone && b.thread == 0) b.ring.spare(0);
 #pragma unroll 1
