@@ -263,7 +263,7 @@ def test_named_shapes_have_the_published_number_of_parameters() -> None:
 def test_a_shape_may_be_any_config_json(tmp_path: Any) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert shape(str(tmp_path)) == shape(str(tmp_path / "config.json")) == config_from_mapping(LLAMA)
-    with pytest.raises(ModelError, match=r"no shape and no config.json 'Llama-9'; known shapes: Llama-3.2-1B, "):
+    with pytest.raises(ModelError, match=r"no shape, folder, file or bundled model 'Llama-9'; known shapes: Llama-3.2-1B, "):
         shape("Llama-9")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"config.json is not valid JSON"):

@@ -92,7 +92,8 @@ def shape(name: str) -> DecoderConfig:
         return config_from_mapping(data)
     if name and Path(name).is_dir():
         raise ModelError(f"folder {name}", expected="config.json in it, or a named shape")
-    raise ModelError(f"no shape and no config.json '{name}'", remedy=f"known shapes: {', '.join(SHAPES)}")
+    raise ModelError(f"no shape, folder, file or bundled model '{name}'",
+                     remedy=f"known shapes: {', '.join(SHAPES)}; or a config.json, a folder with one, a .gguf file, or smollm2-135m-instruct")
 
 
 @cache
